@@ -221,11 +221,12 @@ def train(args: Args) -> dict:
     next_done = np.zeros(args.num_envs, dtype=bool)
     agent = Agent(envs, args).to(device)
     # [core 3] Adam with epsilon 1e-5 (PyTorch's default is 1e-8)
-    # fused: one call for the whole step, 4 times faster for these few small tensors
+    # fused: one call for the whole step, 4 times as fast on a small network
     optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)
     restore(run, agent, optimizer)
     if args.compile:
-        agent.get_action_and_value = torch.compile(agent.get_action_and_value)
+        # [beyond 3] Compiled twice, for the batch of a rollout step and for that of an update
+        agent.get_action_and_value = torch.compile(agent.get_action_and_value, dynamic=False)
 
     def tensor(array, dtype=None):
         return torch.as_tensor(array, dtype=dtype, device=device)
@@ -336,7 +337,7 @@ def train(args: Args) -> dict:
                     losses = (v_loss, pg_loss, entropy_loss, old_approx_kl, approx_kl, clipfrac)
                     stats.append(torch.stack(losses))
 
-            # [aux 3] Early stopping: no further epoch once the policy has moved far enough
+            # [aux 3] Early stopping: no further epoch once the last minibatch shows too large a KL
             if args.target_kl is not None and approx_kl > args.target_kl:
                 break
 
