@@ -227,6 +227,7 @@ def train(args: Args) -> dict:
     def tensor(array, dtype=None):
         return torch.as_tensor(array, dtype=dtype, device=device)
 
+    # the rollout: (num_steps, num_envs) of everything
     shape = (args.num_steps, args.num_envs)
     obs = torch.zeros(shape + next_obs.shape[1:], dtype=tensor(next_obs).dtype, device=device)
     actions = tensor(np.zeros((args.num_steps, *envs.action_space.shape), envs.action_space.dtype))
@@ -247,7 +248,7 @@ def train(args: Args) -> dict:
         for step in range(args.num_steps):
             global_step += args.num_envs
             obs[step] = tensor(next_obs)
-            dones[step] = tensor(next_done)
+            dones[step] = tensor(next_done)  # 1: obs[step] is the first of a new episode
             with torch.inference_mode():
                 action, logprob, _, value = agent.get_action_and_value(obs[step])
             actions[step], logprobs[step], values[step] = action, logprob, value
@@ -564,7 +565,7 @@ def close_run(args: Args, run: dict, writer: SummaryWriter, finished: bool) -> d
     flags = f" --stop-at {stop_at}" if stop_at > run["global_step"] else ""
     flags = f" --total-timesteps {2 * args.total_timesteps}" if finished else flags
     print(f"watch:  python {sys.argv[0]} --evaluate {run_dir} --capture-video")
-    print(f"go on:  python {sys.argv[0]} --resume {run_dir}{flags}")
+    print(f"{'longer' if finished else 'go on'}: python {sys.argv[0]} --resume {run_dir}{flags}")
     print(f"curves: tensorboard --logdir {shlex.quote(str(Path(args.run_dir).parent))}")
     return result
 
@@ -590,6 +591,7 @@ def parse(argv: list[str] | None = None) -> Args:
 
 def request_stop(signum: int, frame: object) -> None:
     """End the run after this iteration. A second signal ends it at once."""
+    print("\nstopping after this iteration; a second signal ends at once", flush=True)
     STOP.append(signum)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -1,0 +1,155 @@
+"""Add finished runs to results/: `python scripts/record.py runs/RUN [...]`.
+
+A run becomes one row of results/runs.csv and one curve in results/curves/. The script that ran is
+looked up in the history, so that a row names the commit whose code it comes from.
+"""
+
+import csv
+import hashlib
+import importlib.metadata
+import io
+import json
+import platform
+import re
+import shlex
+import subprocess
+import sys
+import time
+import tokenize
+import types
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+BLOCKS = ("Environment", "Agent", "Advantages", "Training")
+PACKAGES = ("torch", "gymnasium", "numpy", "ale-py")
+COLUMNS = [
+    *("run", "script", "env_id", "seed", "steps", "total_timesteps", "return_last100"),
+    *("eval_mean", "eval_std", "episodes", "seconds", "sps", "finished"),
+    *("command", "commit", "blocks", "python", *PACKAGES, "machine", "date"),
+]
+
+
+def code_hash(source: str) -> str:
+    """Hash what decides a result: the four blocks of a script without comments and docstrings."""
+    lines = [list(line) for line in source.splitlines()]
+    at_start = True  # of a statement: a string there is a docstring
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        comment = token.type == tokenize.COMMENT and not token.string.startswith("# ===")
+        if comment or (token.type == tokenize.STRING and at_start):
+            (first, left), (last, right) = token.start, token.end
+            for row in range(first, last + 1):
+                line = lines[row - 1]
+                start, end = left if row == first else 0, right if row == last else len(line)
+                line[start:end] = " " * (end - start)
+        if token.type not in (tokenize.NL, tokenize.COMMENT):
+            at_start = token.type in (tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
+    text = "\n".join(line for line in ("".join(line).rstrip() for line in lines) if line)
+    sections = re.split(r"^# === (\w+)\n", text, flags=re.MULTILINE)
+    blocks = dict(zip(sections[1::2], sections[2::2], strict=True))
+    return hashlib.sha256("".join(blocks[name] for name in BLOCKS).encode()).hexdigest()[:12]
+
+
+def git(*words: str) -> str:
+    """Run git in this repository; returns what it prints."""
+    command = ["git", "-C", str(ROOT), *words]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def commit_of(script: str, source: str) -> str:
+    """The oldest commit that holds this very script."""
+    for commit in git("log", "--reverse", "--format=%h", "--", f"{script}.py").split():
+        if git("show", f"{commit}:{script}.py") == source:
+            return commit
+    sys.exit(f"error: no commit holds the {script}.py of this run: commit it, then train")
+
+
+def machine() -> str:
+    """Processor and number of cores."""
+    info = Path("/proc/cpuinfo")
+    names = re.findall(r"model name\s*: (.*)", info.read_text()) if info.exists() else []
+    return f"{names[0]}, {len(names)} cores" if names else platform.processor()
+
+
+def changed_arguments(source: str, args: dict) -> list[str]:
+    """Spell the arguments that differ from the defaults of the script that ran."""
+    script = types.ModuleType("recorded")
+    script.__file__ = "recorded.py"
+    sys.modules["recorded"] = script
+    exec(compile(source, "recorded.py", "exec"), script.__dict__)
+    words = []
+    for name, value in args.items():
+        if value != getattr(script.Args(), name) and name not in ("resume", "run_dir", "track"):
+            flag = name.replace("_", "-")
+            words += [f"--{flag}" if value is not False else f"--no-{flag}"]
+            words += [] if isinstance(value, bool) else [str(value)]
+    return words
+
+
+def curve(run_dir: Path, rows: int = 500) -> list[dict]:
+    """Mean score of the games that ended in each of at most `rows` windows of steps."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(run_dir), size_guidance={"scalars": 0}).Reload()
+    games = events.Scalars("charts/episodic_return")
+    width = -(-games[-1].step // rows)
+    windows: dict[int, list] = {}
+    for game in games:
+        windows.setdefault(-(-game.step // width), []).append(game)
+    return [
+        {
+            "step": index * width,
+            "seconds": round(window[-1].wall_time - games[0].wall_time, 1),
+            "return": round(sum(game.value for game in window) / len(window), 3),
+            "games": len(window),
+        }
+        for index, window in sorted(windows.items())
+    ]
+
+
+def write_csv(path: Path, rows: list[dict], columns: list[str]) -> None:
+    with open(path, "w", newline="") as file:
+        writer = csv.DictWriter(file, columns, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def read_csv(path: Path) -> list[dict]:
+    if not path.exists():
+        return []
+    with open(path, newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def record(run_dir: Path) -> dict:
+    """Add one run to results/; a row of the same run is replaced. Returns the row."""
+    import torch
+
+    checkpoint = torch.load(run_dir / "checkpoint.pt", map_location="cpu", weights_only=True)
+    script, args = checkpoint["script"], checkpoint["args"]
+    source = (run_dir / "source.py").read_text()
+    flags = changed_arguments(source, args)
+    name = f"{args['env_id']}__{script}__{args['seed']}".replace("/", "-").replace(":", "-")
+    if args.get("precision", "fp32") != "fp32":
+        name += "__" + args["precision"]
+    row = json.loads((run_dir / "result.json").read_text())
+    row |= {key: args[key] for key in ("env_id", "seed", "total_timesteps")}
+    row |= {package: importlib.metadata.version(package) for package in PACKAGES}
+    row |= {"run": name, "script": script, "blocks": code_hash(source), "machine": machine()}
+    row |= {"commit": commit_of(script, source), "python": platform.python_version()}
+    row["command"] = shlex.join(["python", f"{script}.py", *flags])
+    row["date"] = time.strftime("%Y-%m-%d", time.gmtime((run_dir / "result.json").stat().st_mtime))
+    row = {k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()}
+
+    results = ROOT / "results"
+    rows = [old for old in read_csv(results / "runs.csv") if old["run"] != name] + [row]
+    write_csv(results / "runs.csv", sorted(rows, key=lambda row: row["run"]), COLUMNS)
+    write_csv(
+        results / "curves" / f"{name}.csv", curve(run_dir), ["step", "seconds", "return", "games"]
+    )
+    return row
+
+
+if __name__ == "__main__":
+    for run_dir in sys.argv[1:] or sys.exit(__doc__):
+        row = record(Path(run_dir))
+        print(row["run"], row["return_last100"], row["eval_mean"])

@@ -1,0 +1,102 @@
+"""Small deterministic environments, for `--env-id toy_envs:NAME`."""
+
+import gymnasium as gym
+import numpy as np
+
+
+class Clock(gym.Env):
+    """Episodes of exactly `length` steps; observation (time, 1); reward 1 for action 0, else 0.
+
+    end: "terminated" or "truncated", how the last step ends the episode.
+    """
+
+    observation_space = gym.spaces.Box(0.0, 1.0, (2,), np.float32)
+    action_space = gym.spaces.Discrete(2)
+
+    def __init__(self, length: int = 8, end: str = "terminated", render_mode: str | None = None):
+        self.length, self.end, self.render_mode = length, end, render_mode
+
+    def _obs(self):
+        return np.array([self.time / self.length, 1.0], dtype=np.float32)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.time = 0
+        return self._obs(), {}
+
+    def step(self, action):
+        self.time += 1
+        done = self.time == self.length
+        terminated, truncated = done and self.end == "terminated", done and self.end == "truncated"
+        return self._obs(), float(action == 0), terminated, truncated, {}
+
+
+class OneState(gym.Env):
+    """Nothing but reward 1, for ever; a time limit cuts episodes after 10 steps."""
+
+    observation_space = gym.spaces.Box(1.0, 1.0, (1,), np.float32)
+    action_space = gym.spaces.Discrete(2)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return np.ones(1, np.float32), {}
+
+    def step(self, action):
+        return np.ones(1, np.float32), 1.0, False, False, {}
+
+
+class FakeAle:
+    """The one question that the wrappers ask the emulator."""
+
+    def __init__(self, env):
+        self.env = env
+
+    def lives(self) -> int:
+        return self.env.lives
+
+
+class ToyAtari(gym.Env):
+    """An Atari game in miniature: RGB frames that count themselves, scripted lives and rewards.
+
+    Every frame shows (frames played in this game) % 256 in all pixels and earns reward 2; a life is
+    lost every `frames_per_life` frames; the game is over with the last of `start_lives` lives.
+    """
+
+    observation_space = gym.spaces.Box(0, 255, (210, 160, 3), np.uint8)
+    action_space = gym.spaces.Discrete(4)
+
+    def __init__(
+        self, frames_per_life: int = 40, start_lives: int = 3, render_mode: str | None = None
+    ):
+        self.frames_per_life, self.start_lives = frames_per_life, start_lives
+        self.render_mode = render_mode
+        self.ale = FakeAle(self)
+        self.actions: list[int] = []  # all actions of this game, frame by frame
+        self.games = 0
+
+    def get_action_meanings(self) -> list[str]:
+        return ["NOOP", "FIRE", "RIGHT", "LEFT"]
+
+    def _obs(self):
+        return np.full((210, 160, 3), len(self.actions) % 256, dtype=np.uint8)
+
+    def render(self):
+        return self._obs()
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.actions, self.lives = [], self.start_lives
+        self.games += 1
+        return self._obs(), {}
+
+    def step(self, action):
+        self.actions.append(int(action))
+        if len(self.actions) % self.frames_per_life == 0:
+            self.lives -= 1
+        return self._obs(), 2.0, self.lives <= 0, False, {}
+
+
+gym.register("Clock-v0", Clock)
+gym.register("ClockTruncated-v0", Clock, kwargs={"end": "truncated"})
+gym.register("OneState-v0", OneState, max_episode_steps=10)
+gym.register("ToyAtari-v0", ToyAtari)
