@@ -115,7 +115,8 @@ class MaxAndSkipEnv(gym.Wrapper):
 
     def step(self, action):
         # [atari 2] Frame skip: one decision for four frames, whose rewards are summed. The maximum
-        # of the last two is seen, since the console draws some sprites in every other frame only.
+        # of the last two is seen, since the console draws some sprites in every other frame only;
+        # it is taken in color, which makes moving sprites brighter than a maximum of grays would.
         # A game that ends early leaves older frames in place, as in baselines.
         total_reward = 0.0
         for skipped in range(4):
@@ -149,6 +150,7 @@ class EpisodicLifeEnv(gym.Wrapper):
 
     def reset(self, *, seed=None, options=None):
         if not self.game_over:
+            # a game that ends in this step, or in the two of FireResetEnv, is not counted
             obs, _, terminated, truncated, info = self.env.step(0)
             self.game_over = terminated or truncated
         if self.game_over:
