@@ -25,7 +25,9 @@ import shlex
 import shutil
 import signal
 import sys
+import threading
 import time
+import warnings
 import zipfile
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
@@ -89,7 +91,7 @@ def make_envs(args: Args, num_envs: int, seed: int, frozen: dict | None = None):
     video = args.capture_video and frozen is not None
 
     def make_env(index: int) -> gym.Env:
-        env = gym.make(args.env_id, render_mode="rgb_array" if video else None)
+        env = gym.make(args.env_id, **({"render_mode": "rgb_array"} if video else {}))
         env = gym.wrappers.RecordEpisodeStatistics(env)
         if env.observation_space.dtype == np.float64:
             env = gym.wrappers.DtypeObservation(env, np.float32)
@@ -379,9 +381,9 @@ def check(args: Args) -> None:
     """Fail on arguments that cannot work, before anything is written."""
     limits = {
         "total_timesteps num_envs num_steps num_minibatches update_epochs stop_at": (1, math.inf),
-        "clip_coef ent_coef vf_coef max_grad_norm target_kl checkpoint_every": (0, math.inf),
+        "clip_coef max_grad_norm target_kl checkpoint_every": (0, math.inf),
+        "ent_coef vf_coef seed eval_episodes": (0, 10**9),
         "learning_rate gamma gae_lambda": (0, 1),
-        "seed eval_episodes": (0, 10**9),
     }
     for name, (low, high) in ((name, limits[key]) for key in limits for name in key.split()):
         if (value := getattr(args, name)) is not None and not low <= value <= high:
@@ -403,19 +405,27 @@ def check(args: Args) -> None:
     folder = next(path for path in (folder, *folder.parents) if path.exists())
     if not (folder.is_dir() and os.access(folder, os.W_OK)):
         fail("run_dir", f"cannot write in {folder}")
+    with warnings.catch_warnings(action="ignore"):
+        try_out(args)
+
+
+def try_out(args: Args) -> None:
+    """Use what the run will need once: what can fail in any way is best tried."""
     flag = "env_id"
-    try:  # the rest is tried out, for it can fail in any way
-        env = gym.make(args.env_id, render_mode="rgb_array" if args.capture_video else None)
+    try:
+        env = gym.make(args.env_id)
         if problem := wrong_space(env):
             fail(flag, f"{args.env_id}: {problem}")
+        env.close()
         if args.capture_video:
             flag = "capture_video"
             import moviepy  # noqa: F401
 
             os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # drawing needs no screen
+            env = gym.make(args.env_id, render_mode="rgb_array")
             env.reset(seed=args.seed)
             np.asarray(env.render(), np.uint8)
-        env.close()
+            env.close()
         if args.track:
             flag = "track"
             import wandb
@@ -427,7 +437,7 @@ def check(args: Args) -> None:
             torch.compile(torch.sin)(torch.ones(1))
     except Exception as error:
         missing = getattr(error, "name", None) if isinstance(error, ImportError) else None
-        fail(flag, f"{error}: pip install {missing}" if missing else error)
+        fail(flag, f"{error}: pip install {missing}" if missing else str(error) or repr(error))
 
 
 def load(flag: str, run_dir: str) -> dict:
@@ -439,7 +449,9 @@ def load(flag: str, run_dir: str) -> dict:
         if zipfile.ZipFile(path).testzip():  # compares checksums, which torch.load does not
             raise ValueError("wrong checksum")
         run = torch.load(path, map_location="cpu", weights_only=True)
-        script, run["args"] = run["script"], Args(**run["args"])
+        if (script := run["script"]) == SCRIPT:
+            run["args"] = Args(**run["args"])
+            assert run.keys() >= {"global_step", "agent", "optimizer", "rng"}
     except Exception as error:  # a damaged file can fail in any way
         fail(flag, f"{path} is damaged, or no checkpoint of {SCRIPT}.py: {type(error).__name__}")
     if script != SCRIPT:
@@ -502,7 +514,8 @@ def open_run(args: Args) -> tuple[dict, SummaryWriter]:
         run["wandb_id"] = wandb.init(**names, **wandb_run, sync_tensorboard=True, save_code=True).id
     precision = getattr(args, "precision", "fp32")
     print(shlex.join(["python", *sys.argv]))
-    print(f"device {pick_device(args)}, torch threads {TORCH_THREADS}, precision {precision}")
+    choices = f"device {pick_device(args)}, torch threads {TORCH_THREADS}, precision {precision}"
+    print(choices, flush=True)
     if args.resume:
         print(f"going on after step {run['global_step']:,}; the environments start new episodes")
     # purge_step takes back what was logged after the checkpoint
@@ -581,6 +594,8 @@ def parse(argv: list[str] | None = None) -> Args:
     if run_dir := getattr(args, flag):
         run = load(flag, run_dir)
         saved = replace(run["args"], resume=None, evaluate=None, stop_at=None, run_dir=run_dir)
+        if args.evaluate:  # the run may have been trained without an evaluation
+            saved.eval_episodes = saved.eval_episodes or Args.eval_episodes
         args = tyro.cli(Args, args=argv, default=saved)
         if (args.env_id, args.run_dir) != (saved.env_id, run_dir):
             fail(flag, f"{run_dir} is a run of {saved.env_id}, and stays both")
@@ -602,9 +617,11 @@ def request_stop(signum: int, frame: object) -> None:
 
 
 if __name__ == "__main__":
-    args = parse()
     signal.signal(signal.SIGINT, request_stop)
     signal.signal(signal.SIGTERM, request_stop)
+    # a full disk is reported once, by what writes next, not by TensorBoard's thread too
+    threading.excepthook = lambda _: None
+    args = parse()
     try:
         evaluate(args, load("evaluate", args.evaluate)) if args.evaluate else train(args)
     except (FloatingPointError, OSError) as error:  # a gradient gone wrong, a full disk

@@ -1,7 +1,12 @@
-"""Add finished runs to results/: `python scripts/record.py runs/RUN [...]`.
+"""Keep results/ in step with the runs and with the code.
+
+    python scripts/record.py runs/RUN [...]    # add finished runs
+    python scripts/record.py --same            # does today's code still train like that of old rows?
 
 A run becomes one row of results/runs.csv and one curve in results/curves/. The script that ran is
-looked up in the history, so that a row names the commit whose code it comes from.
+looked up in the history, so that a row names the commit whose code it comes from. When the code has
+changed since, --same trains a few updates with both versions and the row's arguments. If weights and
+optimizer are equal bit for bit, the change moved no number, and the row gets the new hash as well.
 """
 
 import csv
@@ -14,6 +19,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tempfile
 import time
 import tokenize
 import types
@@ -149,7 +155,54 @@ def record(run_dir: Path) -> dict:
     return row
 
 
+def few_updates(script: Path, row: dict, run_dir: Path) -> dict:
+    """The state of a script after four updates with a row's arguments."""
+    import torch
+
+    flags = re.sub(r"--stop-at \S+", "", row["command"]).split()[2:]
+    stop = ["--stop-at", "4096", "--run-dir", str(run_dir), "--eval-episodes", "0"]
+    command = [sys.executable, str(script), *flags, *stop]
+    subprocess.run(command, check=True, capture_output=True)
+    return torch.load(run_dir / "checkpoint.pt", weights_only=True)
+
+
+def same(row: dict) -> bool:
+    """Whether today's script takes the very steps that the row's version took."""
+    import torch
+
+    def tensors(tree: object) -> list:
+        if isinstance(tree, dict | list):
+            values = tree.values() if isinstance(tree, dict) else tree
+            return [leaf for value in values for leaf in tensors(value)]
+        return [tree] if isinstance(tree, torch.Tensor) else []
+
+    with tempfile.TemporaryDirectory() as folder:
+        name = f"{row['script']}.py"
+        old = Path(folder, name)  # under its own name, which checkpoints carry
+        old.write_text(git("show", f"{row['commit']}:{name}"))
+        before = few_updates(old, row, Path(folder, "before"))
+        after = few_updates(ROOT / name, row, Path(folder, "after"))
+    kept = [[state[key] for key in ("agent", "optimizer", "returns")] for state in (before, after)]
+    pairs = zip(tensors(kept[0]), tensors(kept[1]), strict=True)
+    return all(torch.equal(a, b) for a, b in pairs) and kept[0][2] == kept[1][2]
+
+
+def check_rows() -> None:
+    """Add today's hash to the rows whose numbers today's code would give as well."""
+    path = ROOT / "results" / "runs.csv"
+    rows = read_csv(path)
+    for row in rows:
+        today = code_hash((ROOT / f"{row['script']}.py").read_text())
+        if today not in row["blocks"].split():
+            equal = same(row)
+            print(row["run"], "trains the same" if equal else "trains otherwise: run it again")
+            row["blocks"] += f" {today}" * equal
+    write_csv(path, rows, COLUMNS)
+
+
 if __name__ == "__main__":
+    if sys.argv[1:] == ["--same"]:
+        sys.exit(check_rows())
     for run_dir in sys.argv[1:] or sys.exit(__doc__):
         row = record(Path(run_dir))
         print(row["run"], row["return_last100"], row["eval_mean"])

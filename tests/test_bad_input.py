@@ -1,0 +1,474 @@
+"""Bad input ends with one line that names the flag, exit code 2, and nothing on the disk."""
+
+import zipfile
+from pathlib import Path
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT, TINY, load_script, run_script
+from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete, Text, Tuple
+
+VECTOR, IMAGE = Box(-1, 1, (3,), np.float32), Box(0, 255, (84, 84, 3), np.uint8)
+TWO = Discrete(2)
+SPACES = {  # environment: its observation space and its action space
+    "Image-v0": (IMAGE, TWO),
+    "Matrix-v0": (Box(0, 1, (3, 3), np.float32), TWO),
+    "Number-v0": (Box(0, 1, (), np.float32), TWO),
+    "DictObs-v0": (Dict(a=VECTOR), TWO),
+    "TupleObs-v0": (Tuple((VECTOR, VECTOR)), TWO),
+    "DiscreteObs-v0": (Discrete(3), TWO),
+    "BinaryObs-v0": (MultiBinary(3), TWO),
+    "TextObs-v0": (Text(5), TWO),
+    "Continuous-v0": (VECTOR, Box(-1, 1, (2,), np.float32)),
+    "MultiDiscrete-v0": (VECTOR, MultiDiscrete([2, 2])),
+    "MultiBinary-v0": (VECTOR, MultiBinary(2)),
+    "DictAction-v0": (VECTOR, Dict(a=TWO)),
+    "StartAtOne-v0": (VECTOR, Discrete(2, start=1)),
+    "ImageMultiDiscrete-v0": (IMAGE, MultiDiscrete([2, 2])),
+    "ImageStartAtOne-v0": (IMAGE, Discrete(2, start=1)),
+    "ImageContinuous-v0": (IMAGE, Box(-1, 1, (2,), np.float32)),
+}
+
+
+class AnySpaces(gym.Env):
+    """An environment that is never stepped: its spaces are all that matters."""
+
+    def __init__(self, observation_space, action_space, render_mode=None):
+        self.observation_space, self.action_space = observation_space, action_space
+
+
+class Broken(gym.Env):
+    """An environment that cannot be made, and says why, or nothing."""
+
+    def __init__(self, error, render_mode=None):
+        raise error
+
+
+for env_id, spaces in SPACES.items():
+    kwargs = dict(zip(("observation_space", "action_space"), spaces, strict=True))
+    gym.register(env_id, AnySpaces, kwargs=kwargs)
+gym.register("Broken-v0", Broken, kwargs={"error": RuntimeError("no such\nlevel")})
+gym.register("Silent-v0", Broken, kwargs={"error": AssertionError()})
+
+# flag, value, a piece of the message; an environment may say what is wrong with it in its own words
+BOTH = [
+    ("env-id", "Nope-v0", "doesn't exist"),
+    ("env-id", "Cartpole-v1", "Did you mean: `CartPole`"),
+    ("env-id", "CartPole-v9", "version `v9`"),
+    ("env-id", "no_such_module:Env-v0", "No module named 'no_such_module'"),
+    ("env-id", "toy_envs:Nope-v0", "doesn't exist"),
+    ("env-id", "a/b/c", "Malformed environment ID"),
+    ("env-id", "", "Malformed environment ID"),
+    ("env-id", ":", "Empty module name"),
+    ("env-id", "Broken-v0", "no such level"),
+    ("env-id", "Silent-v0", "AssertionError"),
+    ("total-timesteps", 0, "is not between 1 and inf"),
+    ("total-timesteps", -1, "is not between 1 and inf"),
+    ("total-timesteps", 100, "less than one batch"),
+    ("learning-rate", -1e-3, "is not between 0 and 1"),
+    ("learning-rate", 1.5, "is not between 0 and 1"),
+    ("learning-rate", "nan", "is not between 0 and 1"),
+    ("learning-rate", "inf", "is not between 0 and 1"),
+    ("learning-rate", "-inf", "is not between 0 and 1"),
+    ("num-envs", 0, "is not between 1 and inf"),
+    ("num-envs", -4, "is not between 1 and inf"),
+    ("num-steps", 0, "is not between 1 and inf"),
+    ("num-steps", -128, "is not between 1 and inf"),
+    ("gamma", -0.1, "is not between 0 and 1"),
+    ("gamma", 1.01, "is not between 0 and 1"),
+    ("gamma", "nan", "is not between 0 and 1"),
+    ("gae-lambda", -0.1, "is not between 0 and 1"),
+    ("gae-lambda", 1.01, "is not between 0 and 1"),
+    ("gae-lambda", "nan", "is not between 0 and 1"),
+    ("num-minibatches", 0, "is not between 1 and inf"),
+    ("num-minibatches", -4, "is not between 1 and inf"),
+    ("num-minibatches", 3, "does not divide the batch"),
+    ("num-minibatches", 100_000, "does not divide the batch"),
+    ("update-epochs", 0, "is not between 1 and inf"),
+    ("update-epochs", -1, "is not between 1 and inf"),
+    ("clip-coef", -0.1, "is not between 0 and inf"),
+    ("clip-coef", "nan", "is not between 0 and inf"),
+    ("ent-coef", -0.01, "is not between 0 and inf"),
+    ("ent-coef", "nan", "is not between 0 and inf"),
+    ("vf-coef", -0.5, "is not between 0 and inf"),
+    ("vf-coef", "nan", "is not between 0 and inf"),
+    ("max-grad-norm", -0.5, "is not between 0 and inf"),
+    ("max-grad-norm", "nan", "is not between 0 and inf"),
+    ("target-kl", -0.01, "is not between 0 and inf"),
+    ("target-kl", "nan", "is not between 0 and inf"),
+    ("seed", -1, "is not between 0 and 1000000000"),
+    ("seed", 10**10, "is not between 0 and 1000000000"),
+    ("checkpoint-every", -1, "is not between 0 and inf"),
+    ("checkpoint-every", "nan", "is not between 0 and inf"),
+    ("stop-at", 0, "is not between 1 and inf"),
+    ("stop-at", -1, "is not between 1 and inf"),
+    ("eval-episodes", -1, "is not between 0 and 1000000000"),
+    ("resume", "no-such-run", "there is no no-such-run"),
+    ("evaluate", "no-such-run", "there is no no-such-run"),
+    ("run-dir", "a-file", "cannot write in"),
+    ("run-dir", "a-file/run", "cannot write in"),
+    ("run-dir", "a-file/deep/run", "cannot write in"),
+]
+PPO = [
+    ("env-id", "Image-v0", "use ppo_atari.py"),
+    ("env-id", "BreakoutNoFrameskip-v4", "use ppo_atari.py"),
+    ("env-id", "Pendulum-v1", "use ppo_continuous.py"),
+    ("env-id", "Continuous-v0", "use ppo_continuous.py"),
+    ("env-id", "MultiDiscrete-v0", "use ppo_multidiscrete.py"),
+    ("env-id", "MultiBinary-v0", "use ppo_multidiscrete.py"),
+    ("env-id", "FrozenLake-v1", "FlattenObservation"),
+    ("env-id", "Blackjack-v1", "FlattenObservation"),
+    ("env-id", "DiscreteObs-v0", "not Discrete(3)"),
+    ("env-id", "DictObs-v0", "FlattenObservation"),
+    ("env-id", "TupleObs-v0", "FlattenObservation"),
+    ("env-id", "BinaryObs-v0", "FlattenObservation"),
+    ("env-id", "TextObs-v0", "must be a flat Box"),
+    ("env-id", "Matrix-v0", "must be a flat Box"),
+    ("env-id", "Number-v0", "must be a flat Box"),
+    ("env-id", "StartAtOne-v0", "start at 0"),
+    ("env-id", "DictAction-v0", "must be Discrete"),
+]
+ATARI = [
+    ("env-id", "CartPole-v1", "use ppo.py"),
+    ("env-id", "Pendulum-v1", "ppo_continuous.py"),
+    ("env-id", "DictObs-v0", "not RGB images"),
+    ("env-id", "DiscreteObs-v0", "not RGB images"),
+    ("env-id", "Matrix-v0", "not RGB images"),
+    ("env-id", "ImageMultiDiscrete-v0", "use ppo_multidiscrete.py"),
+    ("env-id", "ImageContinuous-v0", "must be Discrete"),
+    ("env-id", "ImageStartAtOne-v0", "start at 0"),
+    ("env-id", "Image-v0", "no Atari game"),
+    ("env-id", "ALE/Breakout-v5", "use a NoFrameskip-v4 id"),
+    ("env-id", "Breakout-v4", "use a NoFrameskip-v4 id"),
+]
+TABLE = [(script, *case) for script in ("ppo", "ppo_atari") for case in BOTH]
+TABLE += [("ppo", *case) for case in PPO] + [("ppo_atari", *case) for case in ATARI]
+
+
+def refusal(script, argv: list[object], capsys) -> str:
+    """The one line with which a script refuses these arguments."""
+    before = sorted(Path().rglob("*"))
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as exit_info:
+        script.parse([str(word) for word in argv])
+    assert exit_info.value.code == 2
+    assert sorted(Path().rglob("*")) == before, "a refused command leaves nothing behind"
+    (line,) = capsys.readouterr().err.splitlines()
+    return line
+
+
+@pytest.fixture(autouse=True)
+def in_tmp_path(tmp_path, monkeypatch):
+    """Every test stands in a folder of its own, with a file in it."""
+    monkeypatch.chdir(tmp_path)
+    Path("a-file").write_text("not a directory")
+
+
+@pytest.mark.parametrize(("name", "flag", "value", "piece"), TABLE)
+def test_table(name, flag, value, piece, capsys):
+    line = refusal(load_script(name), [f"--{flag}={value}"], capsys)
+    assert line.startswith(f"error: --{flag}: ")
+    assert piece in line
+
+
+def test_table_is_long():
+    assert len(TABLE) >= 60
+
+
+@pytest.mark.parametrize("device", ["cuda", "mps"])
+def test_device_that_is_not_there(script, device, capsys):
+    if torch.get_device_module(device).device_count():
+        pytest.skip(f"there is a {device} here")
+    line = refusal(script, ["--device", device], capsys)
+    assert line.startswith("error: --device: ")
+    assert "use --device cpu" in line
+
+
+@pytest.mark.parametrize(("num_envs", "num_steps", "num_minibatches"), [(1, 1, 1), (2, 4, 8)])
+def test_one_sample_cannot_be_normalized(script, num_envs, num_steps, num_minibatches, capsys):
+    sizes = [f"--num-envs={num_envs}", f"--num-steps={num_steps}"]
+    sizes += [f"--num-minibatches={num_minibatches}"]
+    line = refusal(script, sizes, capsys)
+    assert line.startswith("error: --num-minibatches: ")
+    assert "--no-norm-adv" in line
+    script.parse([*sizes, "--no-norm-adv"])  # as the message says
+
+
+# === Runs that cannot be resumed or evaluated
+
+
+@pytest.fixture(scope="module")
+def stopped_run(tmp_path_factory) -> bytes:
+    """The checkpoint of a tiny ppo run that was stopped half-way, after step 16 of 32."""
+    script = load_script("ppo")
+    run_dir = tmp_path_factory.mktemp("stopped")
+    tiny = TINY["ppo"] | {"stop_at": 16, "eval_episodes": 0, "run_dir": str(run_dir)}
+    script.train(script.Args(**tiny))
+    return (run_dir / "checkpoint.pt").read_bytes()
+
+
+@pytest.fixture
+def run_dir(stopped_run) -> Path:
+    """A fresh copy of that run."""
+    folder = Path("run")
+    folder.mkdir()
+    (folder / "checkpoint.pt").write_bytes(stopped_run)
+    return folder
+
+
+def rewrite(run_dir: Path, **changes) -> None:
+    """Put other values in a checkpoint; None takes the entry out."""
+    run = torch.load(run_dir / "checkpoint.pt", weights_only=True) | changes
+    run = {key: value for key, value in run.items() if value is not None}
+    torch.save(run, run_dir / "checkpoint.pt")
+
+
+def test_the_run_is_good_before_it_is_damaged(run_dir):
+    assert load_script("ppo").parse(["--resume", "run"]).total_timesteps == 32
+    assert (
+        load_script("ppo").parse(["--evaluate", "run", "--eval-episodes", "3"]).eval_episodes == 3
+    )
+
+
+def test_run_without_evaluation_can_be_evaluated(run_dir):
+    """The run was made with --eval-episodes 0; its last line says --evaluate run all the same."""
+    assert load_script("ppo").parse(["--evaluate", "run"]).eval_episodes == 10
+
+
+def empty(path):
+    path.write_bytes(b"")
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def flip(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1  # a single bit, inside of a tensor
+    path.write_bytes(content)
+
+
+def text(path):
+    path.write_text("step 16 of 32")
+
+
+def other_zip(path):
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("hello.txt", "hello")
+
+
+def directory(path):
+    path.unlink()
+    path.mkdir()
+
+
+def other_object(path):
+    torch.save([1, 2, 3], path)
+
+
+def whole_module(path):
+    torch.save(torch.nn.Linear(2, 2), path)
+
+
+def no_args(path):
+    rewrite(path.parent, args=None)
+
+
+def unknown_argument(path):
+    rewrite(path.parent, args={"env_id": "CartPole-v1", "a_flag_of_an_older_version": 1})
+
+
+DAMAGE = [empty, cut, flip, text, other_zip, directory, other_object, whole_module, no_args]
+DAMAGE += [unknown_argument]
+
+
+@pytest.mark.parametrize("damage", DAMAGE, ids=lambda damage: damage.__name__)
+@pytest.mark.parametrize("flag", ["resume", "evaluate"])
+def test_damaged_checkpoint(flag, damage, run_dir, capsys):
+    damage(run_dir / "checkpoint.pt")
+    line = refusal(load_script("ppo"), [f"--{flag}", "run"], capsys)
+    assert line.startswith(f"error: --{flag}: run/checkpoint.pt is damaged")
+
+
+@pytest.mark.parametrize("key", ["global_step", "agent"])
+def test_checkpoint_with_a_part_missing(key, run_dir, capsys):
+    rewrite(run_dir, **{key: None})
+    line = refusal(load_script("ppo"), ["--resume", "run"], capsys)
+    assert line.startswith("error: --resume: run/checkpoint.pt is damaged")
+
+
+def test_no_flipped_byte_goes_unnoticed(run_dir, capsys):
+    script, path = load_script("ppo"), run_dir / "checkpoint.pt"
+    good, content = script.load("resume", "run"), path.read_bytes()
+    refused, harmless = 0, 0
+    for position in range(0, len(content), len(content) // 200):
+        damaged = bytearray(content)
+        damaged[position] ^= 0xFF
+        path.write_bytes(damaged)
+        try:
+            run = script.load("resume", "run")
+        except SystemExit as error:
+            assert error.code == 2
+            refused += 1
+        else:  # a time stamp, or padding: nothing that is read
+            assert all(run["agent"][name].equal(good["agent"][name]) for name in good["agent"])
+            assert {**run, "agent": 0, "optimizer": 0, "rng": 0} == {
+                **good,
+                "agent": 0,
+                "optimizer": 0,
+                "rng": 0,
+            }
+            harmless += 1
+    assert refused > harmless
+
+
+@pytest.mark.parametrize("flag", ["resume", "evaluate"])
+def test_checkpoint_of_another_script(flag, run_dir, capsys):
+    line = refusal(load_script("ppo_shared"), [f"--{flag}", "run"], capsys)
+    assert line == f"error: --{flag}: run/checkpoint.pt was written by ppo.py: use that file"
+
+
+def test_checkpoint_of_another_script_with_other_arguments(run_dir, capsys):
+    args = torch.load(run_dir / "checkpoint.pt", weights_only=True)["args"]
+    rewrite(run_dir, script="ppo_atari", args=args | {"precision": "fp32", "vector_mode": "sync"})
+    line = refusal(load_script("ppo"), ["--resume", "run"], capsys)
+    assert "was written by ppo_atari.py" in line
+
+
+def test_run_dir_that_holds_a_run(script, run_dir, capsys):
+    line = refusal(script, ["--run-dir", "run"], capsys)
+    assert line.startswith("error: --run-dir: ")
+    assert "holds a run: --resume it" in line
+
+
+REFUSED = [  # of the run above, at step 16 of 32
+    ("--evaluate run --resume run", "evaluate", "no --resume"),
+    ("--evaluate run --eval-episodes 0", "evaluate", "--eval-episodes of at least 1"),
+    ("--evaluate run --env-id Acrobot-v1", "evaluate", "run of CartPole-v1"),
+    ("--resume run --env-id Acrobot-v1", "resume", "run of CartPole-v1"),
+    ("--resume run --run-dir elsewhere", "resume", "stays both"),
+    ("--resume run --stop-at 16", "stop-at", "at step 16 already"),
+    ("--resume run --stop-at 8", "stop-at", "at step 16 already"),
+    ("--resume run --total-timesteps 16", "resume", "is finished"),
+    ("--resume run --total-timesteps 31", "resume", "is finished"),
+    ("--resume run --num-minibatches 3", "num-minibatches", "does not divide"),
+    ("--resume run --gamma 2", "gamma", "is not between"),
+]
+
+
+@pytest.mark.parametrize(("command", "flag", "piece"), REFUSED)
+def test_what_a_saved_run_refuses(command, flag, piece, run_dir, capsys):
+    line = refusal(load_script("ppo"), command.split(), capsys)
+    assert line.startswith(f"error: --{flag}: ")
+    assert piece in line
+
+
+def test_finished_run_resumed(script, capsys):
+    tiny = TINY[script.SCRIPT] | {"eval_episodes": 0, "run_dir": "run"}
+    script.train(script.Args(**tiny))
+    line = refusal(script, ["--resume", "run"], capsys)
+    assert line == "error: --resume: run is finished: go further with --total-timesteps"
+    assert script.parse(["--resume", "run", "--total-timesteps", "48"]).total_timesteps == 48
+
+
+# === What tyro refuses, it reports in its own way
+
+
+TYRO_REFUSES = [  # command, what the message names
+    ("--num-envs four", "--num-envs"),
+    ("--total-timesteps 1e6", "--total-timesteps"),
+    ("--seed 1.5", "--seed"),
+    ("--gamma", "--gamma"),
+    ("--gamma high", "--gamma"),
+    ("--device tpu", "--device"),
+    ("--track yes", "yes"),
+    ("--nope", "--nope"),
+    ("CartPole-v1", "CartPole-v1"),
+    ("--learning-rat 0.1", "--learning-rat"),
+    ("--precision fp8", "--precision"),
+]
+
+
+@pytest.mark.parametrize(("command", "named"), TYRO_REFUSES)
+def test_tyro_refuses(script, command, named, capsys):
+    with pytest.raises(SystemExit) as exit_info:
+        script.parse(command.split())
+    assert exit_info.value.code == 2
+    captured = capsys.readouterr()
+    assert named in captured.err
+    assert "Traceback" not in captured.err
+    assert not captured.out
+    assert sorted(Path().iterdir()) == [Path("a-file")]
+
+
+# === As real processes
+
+
+def check_process(process, flag: str, piece: str) -> None:
+    assert process.returncode == 2, process.stderr
+    assert process.stdout == ""
+    (line,) = process.stderr.splitlines()
+    assert line.startswith(f"error: --{flag}: ")
+    assert piece in line
+    assert sorted(path.name for path in Path().iterdir()) == ["a-file"]
+
+
+PROCESSES = [
+    ("ppo", "--env-id Nope-v0", "env-id", "doesn't exist"),
+    ("ppo", "--env-id Pendulum-v1", "env-id", "use ppo_continuous.py"),
+    ("ppo_shared", "--num-minibatches 3", "num-minibatches", "does not divide"),
+    ("ppo_atari", "--env-id ALE/Breakout-v5", "env-id", "use a NoFrameskip-v4 id"),
+    ("ppo_atari", "--resume nothing", "resume", "there is no nothing/checkpoint.pt"),
+]
+
+
+@pytest.mark.parametrize(("name", "command", "flag", "piece"), PROCESSES)
+def test_process(name, command, flag, piece, tmp_path):
+    process = run_script(ROOT / f"{name}.py", *command.split(), cwd=tmp_path)
+    check_process(process, flag, piece)
+
+
+def test_capture_video_of_what_cannot_draw(tmp_path):
+    command = "--env-id toy_envs:Clock-v0 --capture-video"
+    process = run_script(ROOT / "ppo.py", *command.split(), cwd=tmp_path)
+    check_process(process, "capture-video", "render")
+
+
+def test_capture_video_names_its_flag(capsys):
+    line = refusal(load_script("ppo"), ["--env-id", "toy_envs:Clock-v0", "--capture-video"], capsys)
+    assert line.startswith("error: --capture-video: ")
+
+
+def test_track_without_a_key(tmp_path, monkeypatch):
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "NETRC"):
+        monkeypatch.delenv(name, raising=False)
+    (home := tmp_path / "home").mkdir()
+    (work := tmp_path / "work").mkdir()
+    process = run_script(ROOT / "ppo.py", "--track", cwd=work, HOME=str(home), WANDB_MODE="online")
+    monkeypatch.chdir(work)
+    Path("a-file").touch()
+    check_process(process, "track", "run `wandb login`, or set WANDB_MODE=offline")
+
+
+HIDE = """
+import sys
+
+class Hidden:
+    def find_spec(name, path=None, target=None):
+        if name.split(".")[0] == {package!r}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+
+sys.meta_path.insert(0, Hidden)
+"""
+
+
+@pytest.mark.parametrize(("package", "flag"), [("moviepy", "capture-video"), ("wandb", "track")])
+def test_missing_package(package, flag, tmp_path_factory, tmp_path):
+    """Python runs sitecustomize.py before the script; this one hides a package from it."""
+    folder = tmp_path_factory.mktemp("hide")
+    (folder / "sitecustomize.py").write_text(HIDE.format(package=package))
+    process = run_script(ROOT / "ppo.py", f"--{flag}", cwd=tmp_path, PYTHONPATH=str(folder))
+    check_process(process, flag, f"pip install {package}")

@@ -1,0 +1,403 @@
+"""Kills, signals, full disks, doctored files and bad numbers: real ones, on real processes."""
+
+import contextlib
+import os
+import pickle
+import random
+import resource
+import shlex
+import signal
+import subprocess
+import sys
+import time
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT, load_script, run_script
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+
+SMALL = ["--num-envs", 2, "--num-steps", 16, "--num-minibatches", 2, "--update-epochs", 1]
+ATARI = ["--env-id", "BreakoutNoFrameskip-v4", *SMALL]
+ASYNC = [*ATARI, "--vector-mode", "async", "--total-timesteps", 1_000_000]
+PATIENCE = 120  # seconds: machines may be busy
+
+
+def wait_for(condition, what: str, timeout: float = PATIENCE):
+    """Poll until a condition holds, and return it."""
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline:
+        if result := condition():
+            return result
+        time.sleep(0.02)
+    raise TimeoutError(f"no {what} after {timeout} s")
+
+
+def session(process: subprocess.Popen) -> list[int]:
+    """The living processes of the session that this process leads, read from /proc."""
+    alive = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            state, _, _, leader = stat.read_text().rsplit(")", 1)[1].split()[:4]
+            if int(leader) == process.pid and state != "Z":
+                alive.append(int(stat.parent.name))
+    return alive
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Start a script in tmp_path as the leader of a session; what is left is killed at the end."""
+    processes = []
+
+    def start(name: str, *argv: object) -> subprocess.Popen:
+        env = os.environ | {"PYTHONPATH": str(ROOT / "tests"), "OMP_NUM_THREADS": "1"}
+        process = subprocess.Popen(
+            [sys.executable, str(ROOT / f"{name}.py"), *map(str, argv)],
+            cwd=tmp_path,
+            env=env,
+            text=True,
+            start_new_session=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        processes.append(process)
+        return process
+
+    yield start
+    for process in processes:
+        for pid in session(process):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        process.communicate()
+
+
+def saved(run_dir: Path) -> bool:
+    return (run_dir / "checkpoint.pt").exists()
+
+
+def checkpoint(name: str, run_dir: Path) -> dict:
+    """A checkpoint as its script loads it, all weights finite."""
+    run = load_script(name).load("resume", str(run_dir))
+    assert all(tensor.isfinite().all() for tensor in run["agent"].values())
+    return run
+
+
+# === Kills
+
+
+def storm(name: str, run_dir: Path, kills: int) -> list[int]:
+    """Kill a process that only saves, many times; returns the step of the checkpoint each left."""
+    script, chance, steps = load_script(name), random.Random(kills), []
+    command = [sys.executable, ROOT / "tests" / "save_loop.py", name, run_dir]
+    env = os.environ | {"PYTHONPATH": str(ROOT / "tests")}
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, env=env, stdin=pipe, stdout=pipe, text=True) as server:
+        for _ in range(kills):
+            (run_dir / "checkpoint.pt").unlink(missing_ok=True)
+            print(file=server.stdin, flush=True)
+            pid = int(server.stdout.readline())
+            wait_for(lambda: saved(run_dir), "checkpoint")
+            time.sleep(chance.uniform(0, 0.1))
+            os.kill(pid, signal.SIGKILL)
+            assert server.stdout.readline() == "ended\n"
+            run = script.load("resume", str(run_dir))
+            assert (run["agent"]["weight"] == run["global_step"]).all()
+            steps.append(run["global_step"])
+        server.stdin.close()
+    return steps
+
+
+def test_ten_kills_leave_ten_checkpoints(tmp_path):
+    assert max(storm("ppo", tmp_path, 10)) > 1  # the kill came later than the first checkpoint
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["ppo", "ppo_shared", "ppo_atari"])
+def test_a_hundred_kills_leave_a_hundred_checkpoints(name, tmp_path):
+    assert max(storm(name, tmp_path, 100)) > 1
+
+
+def steps_of(run_dir: Path, tag: str) -> list[int]:
+    """The steps of a curve, as TensorBoard shows it."""
+    events = EventAccumulator(str(run_dir), size_guidance={"scalars": 0}).Reload()
+    return [event.step for event in events.Scalars(tag)]
+
+
+def last_step_written(run_dir: Path) -> int:
+    """The last step in any file of events, purged or not."""
+    files = run_dir.glob("events.*")
+    return max(event.step for file in files for event in EventFileLoader(str(file)).Load())
+
+
+def test_killed_run_goes_on(start, tmp_path):
+    """The only checkpoint is the first one; the events go far beyond it when the kill comes."""
+    run_dir = tmp_path / "run"
+    never = ["--checkpoint-every", 1000, "--eval-episodes", 1]
+    process = start("ppo", "--run-dir", "run", "--total-timesteps", 10_000_000, *never)
+    wait_for(lambda: saved(run_dir), "checkpoint")
+    wait_for(lambda: last_step_written(run_dir) > 1024, "events past the checkpoint")
+    process.kill()
+    process.wait()
+    assert checkpoint("ppo", run_dir)["global_step"] == 512
+    assert last_step_written(run_dir) > 1024
+
+    process = start("ppo", "--resume", "run", "--total-timesteps", 4096)
+    stdout, stderr = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 0, stderr
+    assert "going on after step 512" in stdout
+    assert checkpoint("ppo", run_dir)["global_step"] == 4096
+    assert steps_of(run_dir, "charts/learning_rate") == list(range(512, 4097, 512))
+    episodes = steps_of(run_dir, "charts/episodic_return")
+    assert episodes == sorted(episodes)
+    assert len(episodes) == checkpoint("ppo", run_dir)["episodes"]
+
+
+def test_killed_parent_leaves_no_worker(start, tmp_path):
+    process = start("ppo_atari", "--run-dir", "run", *ASYNC)
+    wait_for(lambda: saved(tmp_path / "run"), "checkpoint")
+    assert len(session(process)) >= 3  # the parent and two workers
+    process.kill()
+    process.wait()
+    wait_for(lambda: not session(process), "end of all workers", timeout=10)
+
+
+# === Signals
+
+
+def printed_command(stdout: str) -> list[str]:
+    """The command that a stopped run prints, as it stands there, for this Python."""
+    (line,) = [line for line in stdout.splitlines() if "--resume" in line]
+    python, *words = shlex.split(line.partition(":")[2])
+    assert python == "python"
+    return words
+
+
+@pytest.mark.parametrize(
+    ("name", "signum"), [("ppo", signal.SIGINT), ("ppo_shared", signal.SIGTERM)]
+)
+def test_signal_saves_and_ends(name, signum, start, tmp_path):
+    sizes = ["--total-timesteps", 10_240, "--eval-episodes", 1, "--checkpoint-every", 1000]
+    process = start(name, "--run-dir", "run", *sizes)
+    wait_for(lambda: saved(tmp_path / "run"), "checkpoint")
+    process.send_signal(signum)
+    stdout, stderr = process.communicate(timeout=PATIENCE)
+    assert (process.returncode, stderr) == (0, "")
+    step = checkpoint(name, tmp_path / "run")["global_step"]
+    assert 512 < step < 10_240  # an iteration after the one that saved before
+    assert '"finished": false' in (tmp_path / "run" / "result.json").read_text()
+
+    again = run_script(*printed_command(stdout), cwd=tmp_path)
+    assert again.returncode == 0, again.stderr
+    assert f"going on after step {step:,}" in again.stdout
+    assert checkpoint(name, tmp_path / "run")["global_step"] == 10_240
+
+
+def test_stop_at_survives_a_signal(start, tmp_path):
+    """The printed command still ends where --stop-at said."""
+    sizes = ["--total-timesteps", 40_960, "--stop-at", 5120, "--checkpoint-every", 0]
+    process = start("ppo", "--run-dir", "run", *sizes)
+    wait_for(lambda: saved(tmp_path / "run"), "checkpoint")
+    process.send_signal(signal.SIGINT)
+    stdout, _ = process.communicate(timeout=PATIENCE)
+    assert checkpoint("ppo", tmp_path / "run")["global_step"] < 5120
+    again = run_script(*printed_command(stdout), cwd=tmp_path)
+    assert again.returncode == 0, again.stderr
+    assert checkpoint("ppo", tmp_path / "run")["global_step"] == 5120
+
+
+def test_second_signal_ends_at_once(start, tmp_path):
+    """Within an iteration that would take minutes."""
+    long = ["--num-steps", 200_000, "--total-timesteps", 800_000]
+    process = start("ppo", "--run-dir", "run", *long)
+    wait_for((tmp_path / "run" / "args.json").exists, "run directory")
+    time.sleep(1)
+    process.send_signal(signal.SIGINT)
+    time.sleep(1)
+    assert process.poll() is None  # the first only asks
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=5)
+    assert process.returncode != 0
+    assert "Traceback" not in stderr
+    assert not saved(tmp_path / "run")
+
+
+def test_ctrl_c_with_workers(start, tmp_path):
+    """A terminal sends Ctrl-C to all processes of the group."""
+    process = start("ppo_atari", "--run-dir", "run", *ASYNC, "--checkpoint-every", 1000)
+    wait_for(lambda: saved(tmp_path / "run"), "checkpoint")
+    os.killpg(process.pid, signal.SIGINT)
+    stdout, stderr = process.communicate(timeout=PATIENCE)
+    assert (process.returncode, stderr) == (0, "")
+    assert "--resume run" in stdout
+    assert checkpoint("ppo_atari", tmp_path / "run")["global_step"] > 32
+    wait_for(lambda: not session(process), "end of all workers", timeout=10)
+
+
+EARLY = [
+    pytest.param(delay, marks=[pytest.mark.slow] * (delay != 0.4))
+    for delay in (0.0, 0.4, 0.8, 1.2, 1.6, 2.0, 3.0)
+]
+
+
+@pytest.mark.parametrize("delay", EARLY)
+def test_ctrl_c_while_workers_start(delay, start, tmp_path):
+    """So many seconds after the run directory was made, when the handler stands."""
+    process = start("ppo_atari", "--run-dir", "run", *ASYNC)
+    wait_for((tmp_path / "run" / "args.json").exists, "run directory")
+    time.sleep(delay)
+    os.killpg(process.pid, signal.SIGINT)
+    _, stderr = process.communicate(timeout=PATIENCE)
+    assert (process.returncode, stderr) == (0, "")
+    wait_for(lambda: not session(process), "end of all workers", timeout=10)
+
+
+def test_error_with_workers(start, tmp_path):
+    """A run that ends itself takes its workers with it: an infinite loss in the first update."""
+    process = start("ppo_atari", "--run-dir", "run", *ASYNC, "--vf-coef", "inf")
+    _, stderr = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 1
+    (line,) = stderr.splitlines()
+    assert "not finite" in line
+    wait_for(lambda: not session(process), "end of all workers", timeout=10)
+
+
+# === Full disks
+
+
+@contextlib.contextmanager
+def tiny_disk(folder: Path):
+    """A real file system of one megabyte."""
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(folder)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("mounting is not permitted here")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def fill(folder: Path) -> None:
+    with contextlib.suppress(OSError), open(folder / "filler", "wb", buffering=0) as file:
+        while True:
+            file.write(b"0" * 512)
+
+
+def check_full(process: subprocess.Popen, run_dir: Path) -> None:
+    _, stderr = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 1, stderr
+    (line,) = stderr.splitlines()
+    assert line.startswith("error: ")
+    assert "is kept" in line
+    assert checkpoint("ppo", run_dir)["global_step"] >= 512
+
+
+def test_full_disk(start, tmp_path):
+    with tiny_disk(tmp_path / "disk"):
+        run_dir = tmp_path / "disk" / "run"
+        process = start("ppo", "--run-dir", run_dir, "--checkpoint-every", 0)
+        wait_for(lambda: saved(run_dir), "checkpoint")
+        fill(run_dir)
+        check_full(process, run_dir)
+
+
+def test_full_disk_met_by_the_log(start, tmp_path):
+    """No checkpoint is due, so the events are the first that do not fit."""
+    with tiny_disk(tmp_path / "disk"):
+        run_dir = tmp_path / "disk" / "run"
+        process = start("ppo", "--run-dir", run_dir, "--checkpoint-every", 1000)
+        wait_for(lambda: saved(run_dir), "checkpoint")
+        fill(run_dir)
+        check_full(process, run_dir)
+
+
+def test_file_size_limit(start, tmp_path):
+    """The same without a mount: the kernel refuses to let a file grow beyond 1000 bytes."""
+    process = start("ppo", "--run-dir", "run", "--checkpoint-every", 0)
+    wait_for(lambda: saved(tmp_path / "run"), "checkpoint")
+    resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (1000, 1000))
+    check_full(process, tmp_path / "run")
+
+
+# === Doctored checkpoints
+
+
+class Bomb:
+    """Whoever unpickles this creates a file."""
+
+    def __init__(self, marker: Path):
+        self.marker = str(marker)
+
+    def __reduce__(self):
+        return Path.touch, (Path(self.marker),)
+
+
+def bare_pickle(bomb: Bomb, path: Path) -> None:
+    path.write_bytes(pickle.dumps(bomb))
+
+
+def torch_zip(bomb: Bomb, path: Path) -> None:
+    torch.save(bomb, path)
+
+
+def hidden_in_a_checkpoint(bomb: Bomb, path: Path) -> None:
+    torch.save({"script": "ppo", "args": {}, "global_step": 512, "agent": bomb}, path)
+
+
+def old_torch_format(bomb: Bomb, path: Path) -> None:
+    torch.save(bomb, path, _use_new_zipfile_serialization=False)
+
+
+def pickle_in_a_zip(bomb: Bomb, path: Path) -> None:
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("archive/data.pkl", pickle.dumps(bomb))
+        archive.writestr("archive/version", "3\n")
+
+
+DOCTORS = [bare_pickle, torch_zip, hidden_in_a_checkpoint, old_torch_format, pickle_in_a_zip]
+
+
+@pytest.mark.parametrize("doctor", DOCTORS, ids=lambda doctor: doctor.__name__)
+def test_doctored_checkpoint_does_not_execute(doctor, script, tmp_path, capsys):
+    marker, path = tmp_path / "executed", tmp_path / "checkpoint.pt"
+    doctor(Bomb(marker), path)
+    for flag in ("resume", "evaluate"):
+        with pytest.raises(SystemExit) as exit_info:
+            script.parse([f"--{flag}", str(tmp_path)])
+        assert exit_info.value.code == 2
+        assert f"error: --{flag}: {path} is damaged" in capsys.readouterr().err
+    assert not marker.exists()
+
+
+def test_the_bomb_is_live(tmp_path):
+    """Read without care, the same file does execute."""
+    torch_zip(Bomb(tmp_path / "executed"), tmp_path / "checkpoint.pt")
+    torch.load(tmp_path / "checkpoint.pt", weights_only=False)
+    assert (tmp_path / "executed").exists()
+
+
+def test_doctored_checkpoint_in_a_process(tmp_path):
+    torch_zip(Bomb(tmp_path / "executed"), tmp_path / "checkpoint.pt")
+    process = run_script(ROOT / "ppo.py", "--resume", tmp_path, cwd=tmp_path)
+    assert process.returncode == 2
+    assert len(process.stderr.splitlines()) == 1
+    assert not (tmp_path / "executed").exists()
+
+
+# === Numbers that are not finite
+
+
+@pytest.mark.parametrize("env_id", ["NanObs-v0", "NanReward-v0", "InfReward-v0"])
+def test_gradient_that_is_not_finite(env_id, tmp_path):
+    """The bad number comes with step 40 of each environment, in the third iteration."""
+    sizes = [*SMALL, "--total-timesteps", 3200, "--checkpoint-every", 0]
+    command = [ROOT / "ppo.py", "--env-id", f"faulty_envs:{env_id}", "--run-dir", "run", *sizes]
+    process = run_script(*command, cwd=tmp_path)
+    assert process.returncode == 1, process.stderr
+    (line,) = process.stderr.splitlines()
+    assert line.startswith("error: ")
+    assert "not finite" in line
+    assert "96" in line  # three iterations of 32 steps
+    assert checkpoint("ppo", tmp_path / "run")["global_step"] == 64

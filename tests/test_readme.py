@@ -1,0 +1,76 @@
+"""The README and results/ say what the code does today."""
+
+import csv
+import re
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT, SCRIPTS, TINY, load_script, source_of
+
+sys.path.insert(0, str(ROOT / "scripts"))
+import readme
+from record import code_hash
+
+README = (ROOT / "README.md").read_text()
+with open(ROOT / "results" / "runs.csv", newline="") as file:
+    ROWS = list(csv.DictReader(file))
+
+
+def test_tables_are_current():
+    assert readme.filled(README) == README, "run: python scripts/readme.py"
+
+
+def test_a_result_of_older_code_is_marked(monkeypatch):
+    assert "older code" not in readme.stale(ROWS[0])
+    assert "older code" in readme.stale(ROWS[0] | {"blocks": "another"})
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row["run"])
+def test_rows_come_from_their_commit(row):
+    """The script in the commit that a row names hashes to the row's hash."""
+    shown = subprocess.run(
+        ["git", "-C", str(ROOT), "show", f"{row['commit']}:{row['script']}.py"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if shown.returncode:
+        pytest.skip("needs the git history: " + shown.stderr.strip())
+    assert code_hash(shown.stdout) == row["blocks"].split()[0]
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row["run"])
+def test_rows_have_a_curve(row):
+    with open(ROOT / "results" / "curves" / f"{row['run']}.csv", newline="") as file:
+        curve = list(csv.DictReader(file))
+    assert 10 < len(curve) <= 500
+    assert sum(int(point["games"]) for point in curve) == int(row["episodes"])
+
+
+def test_the_hash_sees_code_only():
+    source = source_of("ppo")
+    assert code_hash(source) == code_hash(source.replace("# [core 5]", "# [a comment]"))
+    assert code_hash(source) == code_hash(source.replace('"""Train one', '"""Train an'))
+    assert code_hash(source) == code_hash(source.replace("def fail(", "def stop("))
+    assert code_hash(source) != code_hash(source.replace("gamma * gae_lambda", "gae_lambda"))
+
+
+def test_commands_use_flags_that_exist():
+    """Every flag in a command line of the README or of a docstring is one of that script's."""
+    for text in (README, *map(source_of, SCRIPTS)):
+        for name, arguments in re.findall(r"python (\w+)\.py ((?:--[^\n`#]+)+)", text):
+            if name in SCRIPTS:
+                flags = {flag.replace("-", "_") for flag in re.findall(r"--([a-z-]+)", arguments)}
+                assert flags <= set(vars(load_script(name).Args())), (name, flags)
+
+
+def test_the_trained_agent_in_ten_lines(tmp_path, monkeypatch):
+    """The README's code block plays with a real checkpoint."""
+    ppo = load_script("ppo")
+    ppo.train(ppo.Args(**TINY["ppo"], run_dir=str(tmp_path), eval_episodes=0))
+    (block,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    assert len([line for line in block.splitlines() if line]) <= 16
+    names: dict = {}
+    exec(block.replace("runs/RUN", str(tmp_path)), names)
+    assert names["envs"].single_observation_space.contains(names["obs"][0])

@@ -1,0 +1,504 @@
+"""What a run does from its first step to its last: repeatable, resumable, complete on the disk."""
+
+import hashlib
+import json
+import math
+import os
+import pty
+import shutil
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import cv2
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT, SCRIPTS, TINY, load_script, run_script, source_of
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from toy_envs import Clock, ToyAtari
+
+METRICS = {
+    "charts/episodic_return",
+    "charts/episodic_length",
+    "charts/SPS",
+    "charts/learning_rate",
+    "losses/value_loss",
+    "losses/policy_loss",
+    "losses/entropy",
+    "losses/approx_kl",
+    "losses/old_approx_kl",
+    "losses/clipfrac",
+    "losses/explained_variance",
+}
+RESULT = {"steps", "seconds", "sps", "episodes", "return_last100"}
+RESULT |= {"eval_mean", "eval_std", "finished"}
+
+
+class EvenAtari(ToyAtari):
+    """Games of one life and 8 agent steps: all start with the same number of no-ops."""
+
+    NOOPS = int(np.random.default_rng(0).integers(1, 31))
+
+    def __init__(self, render_mode: str | None = None):
+        # FIRE and the action after it are held for four frames each
+        super().__init__(self.NOOPS + 4 + 4 + 8 * 4, start_lives=1, render_mode=render_mode)
+
+    def reset(self, *, seed=None, options=None):
+        obs, info = super().reset(seed=seed)
+        self.np_random = np.random.default_rng(0)
+        return obs, info
+
+
+class Uneven(Clock):
+    """Games of 2 steps where the seed is even, of 20 where it is odd; every step pays 1."""
+
+    def reset(self, *, seed=None, options=None):
+        if seed is not None:
+            self.length = 20 if seed % 2 else 2
+        return super().reset(seed=seed)
+
+    def step(self, action):
+        return super().step(0)
+
+
+gym.register("EvenAtari-v0", EvenAtari)
+gym.register("Uneven-v0", Uneven)
+# environments whose episodes end exactly with a rollout of 16 steps
+EVEN = {"ppo": "toy_envs:Clock-v0", "ppo_shared": "toy_envs:Clock-v0", "ppo_atari": "EvenAtari-v0"}
+
+
+@pytest.fixture(autouse=True)
+def in_tmp_path(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def train(script, run_dir: str, **changes) -> dict:
+    """Train for a few steps, evaluate only if asked to; returns the last checkpoint."""
+    args = TINY[script.SCRIPT] | {"eval_episodes": 0, "run_dir": run_dir} | changes
+    script.train(script.Args(**args))
+    return script.load("resume", run_dir)
+
+
+def resume(script, run_dir: str, *argv: object) -> dict:
+    """Go on with a run as the command line would; returns the last checkpoint."""
+    script.train(script.parse(["--resume", run_dir, *map(str, argv)]))
+    return script.load("resume", run_dir)
+
+
+def same(a, b) -> bool:
+    """Equality of nested dicts and lists of tensors and numbers, to the last bit."""
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(same, a, b))
+    return a.equal(b) if isinstance(a, torch.Tensor) else a == b
+
+
+def same_state(a: dict, b: dict) -> bool:
+    """Are the weights, the optimizer and the random state of two checkpoints the same?"""
+    return all(same(a[key], b[key]) for key in ("agent", "optimizer", "rng"))
+
+
+def scalars(run_dir: str) -> dict[str, list[tuple[int, float]]]:
+    """All curves of a run but the speed."""
+    events = EventAccumulator(run_dir, size_guidance={"scalars": 0}).Reload()
+    tags = set(events.Tags()["scalars"]) - {"charts/SPS"}
+    # repr: NaN is not equal to itself
+    return {tag: [(e.step, repr(e.value)) for e in events.Scalars(tag)] for tag in tags}
+
+
+def hashes(folder: str) -> dict[str, str]:
+    files = (path for path in Path(folder).rglob("*") if path.is_file())
+    return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+# === Repeatable
+
+
+def test_same_seed_same_run(script):
+    one, two = (train(script, folder, total_timesteps=128) for folder in ("one", "two"))
+    assert same_state(one, two)
+    assert one["returns"] == two["returns"]
+    assert scalars("one") == scalars("two")
+
+
+def test_another_seed_another_run(script):
+    one, two = (train(script, f"seed{seed}", seed=seed) for seed in (1, 2))
+    assert not any(same(one[key], two[key]) for key in ("agent", "optimizer", "rng"))
+
+
+def test_a_process_repeats_the_run_of_another():
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in TINY["ppo"].items()]
+    process = run_script(
+        ROOT / "ppo.py", *flags, "--run-dir=process", "--eval-episodes=0", cwd=Path.cwd()
+    )
+    assert process.returncode == 0, process.stderr
+    script = load_script("ppo")
+    assert same_state(train(script, "here"), script.load("resume", "process"))
+    assert scalars("here") == scalars("process")
+
+
+# === Resumed
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_resume_is_exact_where_episodes_end_with_the_rollout(name):
+    """Elsewhere a resumed run starts new episodes, as it says."""
+    script = load_script(name)
+    even = {"env_id": EVEN[name], "num_steps": 16, "total_timesteps": 128}
+    whole = train(script, "whole", **even)
+    half = train(script, "halves", **even, stop_at=64)
+    assert half["global_step"] == 64
+    assert not same_state(whole, half)
+    halves = resume(script, "halves")
+    assert same_state(whole, halves)
+    for key in ("global_step", "episodes", "returns"):
+        assert whole[key] == halves[key]
+    assert scalars("whole") == scalars("halves")
+    assert len(scalars("whole")["charts/episodic_return"]) == 2 * 8
+
+
+def test_resume_keeps_arguments_and_takes_new_ones(script):
+    train(script, "run", gamma=0.9, ent_coef=0.02, stop_at=16)
+    args = script.parse(["--resume", "run", "--ent-coef", "0.03"])
+    assert (args.gamma, args.ent_coef, args.stop_at) == (0.9, 0.03, None)
+    assert args.env_id == script.Args.env_id
+
+
+def test_seconds_and_episodes_add_up(script):
+    first = train(script, "run", env_id=EVEN[script.SCRIPT], num_steps=16, total_timesteps=64)
+    second = resume(script, "run", "--total-timesteps", 128)
+    assert second["seconds"] > first["seconds"] > 0
+    assert second["episodes"] == 2 * first["episodes"] == 16
+
+
+def test_longer_run_anneals_anew(script):
+    first = train(script, "run")
+    rates = [event[1] for event in scalars("run")["charts/learning_rate"]]
+    assert [float(rate) for rate in rates] == pytest.approx([2.5e-4, 1.25e-4])
+    assert first["global_step"] == 32
+    resume(script, "run", "--total-timesteps", 64)
+    rates = [event[1] for event in scalars("run")["charts/learning_rate"]]
+    assert [float(rate) for rate in rates] == pytest.approx(
+        [2.5e-4, 1.25e-4, 2.5e-4 * 0.5, 2.5e-4 * 0.25]
+    )
+
+
+# === Ends
+
+
+def test_stop_at(script):
+    """The run ends with the iteration that reaches the step, and is not evaluated."""
+    train(script, "run", total_timesteps=64, stop_at=20, eval_episodes=1)
+    result = json.loads(Path("run", "result.json").read_text())
+    assert (result["steps"], result["finished"], result["eval_mean"]) == (32, False, None)
+    rates = [event[1] for event in scalars("run")["charts/learning_rate"]]
+    assert [float(rate) for rate in rates] == pytest.approx([2.5e-4, 2.5e-4 * 0.75])
+
+
+def test_total_that_is_no_multiple_of_the_batch(script):
+    """The last iteration is a whole one: a run never takes more steps than asked for."""
+    assert train(script, "run", total_timesteps=47)["global_step"] == 32
+
+
+# === Files
+
+
+def test_files(script):
+    args = TINY[script.SCRIPT] | {
+        "run_dir": "run",
+        "eval_episodes": 0,
+        "env_id": EVEN[script.SCRIPT],
+    }
+    args |= {"num_steps": 16, "total_timesteps": 64}
+    args = script.Args(**args)
+    returned = script.train(args)
+    files = {path.name for path in Path("run").iterdir()}
+    (events,) = (name for name in files if name.startswith("events.out.tfevents."))
+    assert files == {"args.json", "checkpoint.pt", "result.json", "source.py", events}
+
+    result = json.loads(Path("run", "result.json").read_text())
+    assert result == returned
+    assert result.keys() == RESULT
+    assert (result["steps"], result["episodes"], result["finished"]) == (64, 8, True)
+    assert result["sps"] == pytest.approx(64 / result["seconds"])
+    returns = [float(value) for _, value in scalars("run")["charts/episodic_return"]]
+    assert result["return_last100"] == pytest.approx(np.mean(returns))
+
+    assert json.loads(Path("run", "args.json").read_text()) == asdict(args)
+    assert Path("run", "source.py").read_text() == source_of(script.SCRIPT)
+    loaded = script.load("resume", "run")
+    assert loaded["args"] == args
+    assert loaded["script"] == script.SCRIPT
+
+
+def test_metrics(script):
+    train(script, "run", env_id=EVEN[script.SCRIPT], num_steps=16, total_timesteps=64)
+    curves = scalars("run")
+    assert curves.keys() | {"charts/SPS"} == METRICS
+    for tag, curve in curves.items():
+        if not tag.startswith("charts/episodic"):
+            assert [step for step, _ in curve] == [32, 64]
+            assert all(math.isfinite(float(value)) for _, value in curve)
+    assert {step for step, _ in curves["charts/episodic_return"]} == {16, 32, 48, 64}
+    assert {float(value) for _, value in curves["charts/episodic_length"]} != {0.0}
+
+
+def test_default_run_dir():
+    script = load_script("ppo")
+    script.train(script.Args(**TINY["ppo"], env_id="toy_envs:Clock-v0", seed=7, eval_episodes=0))
+    (folder,) = Path("runs").iterdir()
+    env, name, seed, _ = folder.name.split("__")
+    assert (env, name, seed) == ("toy_envs-Clock-v0", "ppo", "7")
+
+
+def test_losses_are_means_over_all_minibatches(script, monkeypatch):
+    """Watched through the entropies that the update asks for, 3 epochs of 4 minibatches."""
+    entropies, original = [], script.Agent.get_action_and_value
+
+    def watched(self, x, action=None):
+        result = original(self, x, action)
+        if action is not None:
+            entropies.append(result[2].mean().item())
+        return result
+
+    monkeypatch.setattr(script.Agent, "get_action_and_value", watched)
+    sizes = {"num_minibatches": 4, "update_epochs": 3, "total_timesteps": 16}
+    train(script, "run", **sizes, learning_rate=0.01)
+    assert len(entropies) == 12
+    assert entropies[-1] != pytest.approx(np.mean(entropies), rel=1e-6)  # the last would differ
+    ((_, logged),) = scalars("run")["losses/entropy"]
+    assert float(logged) == pytest.approx(np.mean(entropies), rel=1e-6)
+
+
+def test_value_loss_of_parts_is_that_of_the_whole(script):
+    """A learning rate of 0: the losses of 4 minibatches average to the loss of the batch."""
+    frozen = {"learning_rate": 0.0, "total_timesteps": 16, "env_id": EVEN[script.SCRIPT]}
+    train(script, "parts", **frozen, num_minibatches=4)
+    train(script, "whole", **frozen, num_minibatches=1)
+    ((_, parts),), ((_, whole),) = (scalars(d)["losses/value_loss"] for d in ("parts", "whole"))
+    assert float(parts) == pytest.approx(float(whole), rel=1e-5)
+
+
+# === Evaluated
+
+
+def test_evaluation_changes_no_training(script):
+    with_games = train(script, "with", eval_episodes=2, env_id=EVEN[script.SCRIPT])
+    without = train(script, "without", env_id=EVEN[script.SCRIPT])
+    assert same_state(with_games, without)
+    assert scalars("with") == scalars("without")
+
+
+def test_evaluation_leaves_the_run_alone(script):
+    train(script, "run", env_id=EVEN[script.SCRIPT])
+    before, state = hashes("run"), torch.get_rng_state()
+    args = script.parse(["--evaluate", "run", "--eval-episodes", "3"])
+    assert len(script.evaluate(args, script.load("evaluate", "run"))) == 3
+    assert hashes("run") == before
+    assert torch.get_rng_state().equal(state)
+
+
+def test_evaluation_is_repeatable(script):
+    run = train(
+        script, "run", env_id="CartPole-v1" if script.SCRIPT != "ppo_atari" else "EvenAtari-v0"
+    )
+    args = script.parse(["--evaluate", "run", "--eval-episodes", "3"])
+    assert script.evaluate(args, run) == script.evaluate(args, run)
+
+
+def test_one_game_in_each_environment(capsys):
+    """Short games end several times before the long ones do, and count once."""
+    script = load_script("ppo")
+    run = train(script, "run", env_id="Uneven-v0")
+    args = script.parse(["--evaluate", "run", "--eval-episodes", "4"])
+    assert sorted(script.evaluate(args, run)) == [2.0, 2.0, 20.0, 20.0]
+    assert "score 11.0 ± 9.0 over 4 games" in capsys.readouterr().out
+
+
+def test_finished_run_is_evaluated(script, capsys):
+    train(script, "run", env_id=EVEN[script.SCRIPT], num_steps=16, eval_episodes=3)
+    result = json.loads(Path("run", "result.json").read_text())
+    assert result["finished"]
+    assert result["eval_mean"] >= 0
+    assert result["eval_std"] >= 0
+    assert "over 3 games" in capsys.readouterr().out
+
+
+def test_atari_score_is_raw():
+    """Not clipped: 8 steps and the 8 frames of the start, the no-ops too, pay 2 a frame."""
+    script = load_script("ppo_atari")
+    run = train(script, "run", env_id="EvenAtari-v0")
+    args = script.parse(["--evaluate", "run", "--eval-episodes", "1"])
+    assert script.evaluate(args, run) == [2.0 * (EvenAtari.NOOPS + 8 + 32)]
+
+
+@pytest.mark.parametrize(
+    ("name", "env_id"), [("ppo", "CartPole-v1"), ("ppo_atari", "BreakoutNoFrameskip-v4")]
+)
+def test_video(name, env_id):
+    script = load_script(name)
+    run = train(script, "run", env_id=env_id)
+    args = script.parse(["--evaluate", "run", "--capture-video", "--eval-episodes", "1"])
+    assert len(script.evaluate(args, run)) == 1
+    (film,) = Path("run", "videos").rglob("*.mp4")
+    video, frames = cv2.VideoCapture(str(film)), []
+    while (grabbed := video.read())[0]:
+        frames.append(grabbed[1])
+    assert len(frames) > 5
+    middle = frames[len(frames) // 2]
+    assert middle.max() > 100  # not black
+    assert middle.std() > 1  # and not one colour
+    assert any((frame != frames[0]).any() for frame in frames)  # something moves
+
+
+# === On the screen
+
+
+def trained(*argv: object, **environ: str):
+    """Run ppo.py in the current folder to its end."""
+    process = run_script(ROOT / "ppo.py", *argv, cwd=Path.cwd(), **environ)
+    assert process.returncode == 0, process.stderr
+    return process
+
+
+def test_plain_lines_when_piped():
+    out = trained("--total-timesteps", 2048, "--run-dir", "run", "--eval-episodes", 2).stdout
+    assert "\r" not in out
+    assert "\033" not in out
+    lines = out.splitlines()
+    assert lines[0].startswith("python ")
+    assert lines[0].endswith("ppo.py --total-timesteps 2048 --run-dir run --eval-episodes 2")
+    assert lines[1].startswith("device cpu, torch threads 1, precision fp32")
+    assert any(line.startswith("2,048 of 2,048 steps | return ") for line in lines)
+    for command in ("--evaluate run --capture-video", "--resume run --total-timesteps 4096"):
+        assert any(line.endswith(command) for line in lines)
+    assert any("tensorboard --logdir" in line for line in lines)
+
+
+def test_one_live_line_in_a_terminal():
+    """A pseudo-terminal: the progress line is rewritten in place, and ends only at the end."""
+    terminal, slave = pty.openpty()
+    command = [sys.executable, ROOT / "ppo.py", "--total-timesteps", "10240", "--run-dir", "run"]
+    with subprocess.Popen([*command, "--eval-episodes", "0"], stdout=slave) as process:
+        os.close(slave)
+        out = b""
+        with open(terminal, "rb", buffering=0) as screen:
+            try:
+                while piece := screen.read(4096):
+                    out += piece
+            except OSError:  # how Linux says that the other side has gone
+                pass
+    assert process.returncode == 0
+    lines = out.decode().replace("\r\n", "\n").split("\n")
+    (live,) = [line for line in lines if "\r" in line]
+    views = live.split("\r\033[K")
+    assert len(views) > 3
+    assert views[0] == ""
+    assert all(" of 10,240 steps | return " in view for view in views[1:])
+    assert views[-1].startswith("10,240 of 10,240 steps")
+
+
+def test_wandb_offline_keeps_its_id():
+    short = ["--num-steps", 16, "--eval-episodes", 0]
+    trained("--track", "--run-dir", "run", "--total-timesteps", 64, *short, WANDB_MODE="offline")
+    script = load_script("ppo")
+    first = script.load("resume", "run")["wandb_id"]
+    assert first
+    assert len(list(Path("wandb").glob(f"offline-run-*-{first}"))) == 1
+    trained("--resume", "run", "--total-timesteps", 128, WANDB_MODE="offline")
+    run = script.load("resume", "run")
+    assert (run["wandb_id"], run["global_step"]) == (first, 128)
+    assert len(list(Path("wandb").glob(f"offline-run-*-{first}"))) == 2
+    assert len(list(Path("wandb").glob("offline-run-*"))) == 2
+
+
+# === Anywhere, and on anything
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_script_alone_in_an_empty_folder(name):
+    shutil.copy(ROOT / f"{name}.py", ".")
+    alone = {"cwd": Path.cwd(), "PYTHONPATH": "", "OMP_NUM_THREADS": "1"}
+    answer = run_script(f"{name}.py", "--help", **alone)
+    assert answer.returncode == 0
+    assert "--total-timesteps" in answer.stdout
+    flags = "--num-steps 64 --num-envs 2 --total-timesteps 256 --eval-episodes 0 --run-dir run"
+    process = run_script(f"{name}.py", *flags.split(), **alone)
+    assert process.returncode == 0, process.stderr
+    assert json.loads(Path("run", "result.json").read_text())["steps"] == 256
+
+
+MY_ENV = """
+import gymnasium as gym
+import numpy as np
+
+class MyEnv(gym.Env):
+    observation_space = gym.spaces.Box(-1.0, 1.0, (3,))  # float32
+    action_space = gym.spaces.Discrete(2)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return np.zeros(3, np.float32), {}
+
+    def step(self, action):
+        return np.ones(3, np.float32), 1.0, bool(self.np_random.random() < 0.1), False, {}
+
+gym.register("MyEnv-v0", MyEnv)
+"""
+
+
+def test_environment_of_the_user():
+    """The smallest environment one can write, in a module beside the script."""
+    shutil.copy(ROOT / "ppo.py", ".")
+    Path("my_module.py").write_text(MY_ENV)
+    flags = "--env-id my_module:MyEnv-v0 --total-timesteps 1024 --run-dir run"
+    process = run_script("ppo.py", *flags.split(), cwd=Path.cwd(), PYTHONPATH="")
+    assert process.returncode == 0, process.stderr
+    assert "over 10 games" in process.stdout
+
+
+# === Learning
+
+
+def test_cartpole_is_learned():
+    script = load_script("ppo")
+    result = script.train(script.Args(run_dir="run", total_timesteps=60_000, eval_episodes=0))
+    assert result["return_last100"] >= 120
+
+
+@pytest.mark.slow
+def test_cartpole_is_solved():
+    script = load_script("ppo")
+    result = script.train(script.Args(run_dir="run", total_timesteps=200_000, eval_episodes=0))
+    assert result["return_last100"] >= 400
+
+
+@pytest.mark.parametrize("bootstrap", [True, False])
+def test_bootstrap_truncated(bootstrap):
+    """Reward 1 for ever, but cut into tens: worth 1 / (1 - gamma) = 10, or what is left of ten."""
+    script = load_script("ppo")
+    args = script.Args(
+        env_id="toy_envs:OneState-v0",
+        bootstrap_truncated=bootstrap,
+        gamma=0.9,
+        learning_rate=1e-3,
+        anneal_lr=False,
+        clip_vloss=False,
+        num_steps=32,
+        num_minibatches=2,
+        total_timesteps=8192,
+        eval_episodes=0,
+        run_dir="run",
+    )
+    script.train(args)
+    envs, obs = script.make_envs(args, 1, 1)
+    agent = script.Agent(envs, args)
+    agent.load_state_dict(script.load("resume", "run")["agent"])
+    value = agent.get_value(torch.as_tensor(obs)).item()
+    # cut: (1 - gamma^k) / (1 - gamma), averaged over the k = 1 to 10 steps that are left
+    left = np.mean([(1 - 0.9**k) / (1 - 0.9) for k in range(1, 11)])
+    assert value == pytest.approx(10.0 if bootstrap else left, abs=0.5)
