@@ -1,12 +1,12 @@
 """Keep results/ in step with the runs and with the code.
 
     python scripts/record.py runs/RUN [...]    # add finished runs
-    python scripts/record.py --same            # does today's code still train like that of old rows?
+    python scripts/record.py --same            # compare today's code with that of older rows
 
 A run becomes one row of results/runs.csv and one curve in results/curves/. The script that ran is
-looked up in the history, so that a row names the commit whose code it comes from. When the code has
-changed since, --same trains a few updates with both versions and the row's arguments. If weights and
-optimizer are equal bit for bit, the change moved no number, and the row gets the new hash as well.
+looked up in the history, so that a row names the commit whose code it comes from. When the code
+has changed since, --same trains four updates with both versions and the row's arguments. If weights
+and optimizer are equal bit for bit, the change moved no number, and the row gets the new hash too.
 """
 
 import csv
