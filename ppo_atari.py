@@ -686,6 +686,7 @@ def evaluate(args: Args, run: dict) -> list[float]:
     One game each, for the first games to end would be the short ones. Actions are sampled as in
     training, but from a random stream of its own: evaluating changes no training.
     """
+    print(f"playing {args.eval_episodes} games", flush=True)
     device, scores = pick_device(args), {}
     with torch.random.fork_rng(range(torch.cuda.device_count())), torch.inference_mode():
         torch.manual_seed(args.seed)

@@ -79,7 +79,8 @@ def details_table() -> str:
         files = ", ".join(f"`{name}`" for name in detail["files"])
         place = detail.get("baselines") or "—"
         mutations = str(len(detail["mutations"]))
-        rows.append([f"{detail['id']} {detail['name']}", detail["what"], files, place, mutations])
+        what = " ".join(detail["what"].split())
+        rows.append([f"{detail['id']} {detail['name']}", what, files, place, mutations])
     return table(head, rows)
 
 
