@@ -7,6 +7,7 @@ import matplotlib.pyplot as plt
 from record import ROOT, read_csv
 
 WINDOW = 25_000  # steps in one point of a line
+LAST_STEP = 500_000
 RESULTS = ROOT / "results"
 
 
@@ -14,6 +15,8 @@ def points(rows: list[dict]) -> tuple[list[float], list[float]]:
     """Mean score of the games in each window of steps, against the middle of the window."""
     windows: dict[int, list] = {}
     for row in rows:
+        if int(row["step"]) > LAST_STEP:
+            continue
         games = int(row.get("games", 1))
         windows.setdefault((int(row["step"]) - 1) // WINDOW, []).append(
             (float(row["return"]), games)
@@ -42,7 +45,7 @@ def main() -> None:
                 *points(rows), linewidth=2, label=label + (", bf16" if "bf16" in run["run"] else "")
             )
     axes.set(
-        xlabel="agent steps", ylabel="score of training games", xlim=(0, 510_000), ylim=(0, None)
+        xlabel="agent steps", ylabel="score of training games", xlim=(0, LAST_STEP), ylim=(0, None)
     )
     axes.set_title("BreakoutNoFrameskip-v4: the first 5 % of the 10M-step schedule", fontsize=10)
     axes.xaxis.set_major_formatter(lambda x, _: f"{x / 1000:.0f}k")
