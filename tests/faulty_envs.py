@@ -2,7 +2,7 @@
 
 import gymnasium as gym
 import numpy as np
-from toy_envs import Clock
+from toy_envs import Clock, ToyAtari
 
 
 class Spoiled(Clock):
@@ -26,6 +26,15 @@ class Spoiled(Clock):
         return obs, reward, *rest
 
 
+class NanAtari(ToyAtari):
+    """A game that pays what is not a number."""
+
+    def step(self, action):
+        obs, _, *rest = super().step(action)
+        return obs, np.nan, *rest
+
+
+gym.register("NanAtari-v0", NanAtari)
 gym.register("NanObs-v0", Spoiled, kwargs={"obs": np.nan})
 gym.register("NanReward-v0", Spoiled, kwargs={"reward": np.nan})
 gym.register("InfReward-v0", Spoiled, kwargs={"reward": np.inf})
