@@ -473,8 +473,8 @@ def test_cartpole_is_learned():
 @pytest.mark.slow
 def test_cartpole_is_solved():
     script = load_script("ppo")
-    result = script.train(script.Args(run_dir="run", total_timesteps=200_000, eval_episodes=0))
-    assert result["return_last100"] >= 400
+    result = script.train(script.Args(run_dir="run", eval_episodes=0))
+    assert result["return_last100"] >= 450  # seeds 1 to 3 reach 466 to 488
 
 
 @pytest.mark.parametrize("bootstrap", [True, False])
