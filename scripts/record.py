@@ -17,6 +17,7 @@ import json
 import platform
 import re
 import shlex
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -91,11 +92,26 @@ def changed_arguments(source: str, args: dict) -> list[str]:
     return words
 
 
-def curve(run_dir: Path, rows: int = 500) -> list[dict]:
-    """Mean score of the games that ended in each of at most `rows` windows of steps."""
+def read_events(run_dir: Path):
+    """All scalars of a run, without those that a resume took back."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    events = EventAccumulator(str(run_dir), size_guidance={"scalars": 0}).Reload()
+    return EventAccumulator(str(run_dir), size_guidance={"scalars": 0}).Reload()
+
+
+def metrics(events) -> list[dict]:
+    """The 5th, 50th and 95th percentile of each loss over the updates of a run."""
+    rows = []
+    for tag in sorted(tag for tag in events.Tags()["scalars"] if tag.startswith("losses/")):
+        values = [event.value for event in events.Scalars(tag) if event.value == event.value]
+        cuts = statistics.quantiles(values, n=20, method="inclusive")
+        percentiles = {"p5": cuts[0], "p50": cuts[9], "p95": cuts[18]}
+        rows.append({"metric": tag} | {name: f"{x:.5g}" for name, x in percentiles.items()})
+    return rows
+
+
+def curve(events, rows: int = 500) -> list[dict]:
+    """Mean score of the games that ended in each of at most `rows` windows of steps."""
     games = events.Scalars("charts/episodic_return")
     width = -(-games[-1].step // rows)
     windows: dict[int, list] = {}
@@ -149,9 +165,13 @@ def record(run_dir: Path) -> dict:
     results = ROOT / "results"
     rows = [old for old in read_csv(results / "runs.csv") if old["run"] != name] + [row]
     write_csv(results / "runs.csv", sorted(rows, key=lambda row: row["run"]), COLUMNS)
-    write_csv(
-        results / "curves" / f"{name}.csv", curve(run_dir), ["step", "seconds", "return", "games"]
-    )
+    events = read_events(run_dir)
+    columns = ["step", "seconds", "return", "games"]
+    write_csv(results / "curves" / f"{name}.csv", curve(events), columns)
+    rows = [old for old in read_csv(results / "metrics.csv") if old["run"] != name]
+    rows += [{"run": name} | metric for metric in metrics(events)]
+    columns = ["run", "metric", "p5", "p50", "p95"]
+    write_csv(results / "metrics.csv", sorted(rows, key=lambda row: row["run"]), columns)
     return row
 
 
