@@ -39,14 +39,18 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Literal, NoReturn
 
-import ale_py
-import cv2
-import gymnasium as gym
-import numpy as np
-import torch
-import tyro
-from torch import nn
-from torch.utils.tensorboard import SummaryWriter
+try:
+    import ale_py
+    import cv2
+    import gymnasium as gym
+    import numpy as np
+    import torch
+    import tyro
+    from torch import nn
+    from torch.utils.tensorboard import SummaryWriter
+except ModuleNotFoundError as error:
+    print(f"error: {error}: `uv run {__file__}` installs it first", file=sys.stderr)
+    sys.exit(2)
 
 
 # === Arguments

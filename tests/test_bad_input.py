@@ -472,3 +472,14 @@ def test_missing_package(package, flag, tmp_path_factory, tmp_path):
     (folder / "sitecustomize.py").write_text(HIDE.format(package=package))
     process = run_script(ROOT / "ppo.py", f"--{flag}", cwd=tmp_path, PYTHONPATH=str(folder))
     check_process(process, flag, f"pip install {package}")
+
+
+@pytest.mark.parametrize(("name", "package"), [("ppo", "tyro"), ("ppo_atari", "cv2")])
+def test_missing_import(name, package, tmp_path_factory, tmp_path):
+    folder = tmp_path_factory.mktemp("hide")
+    (folder / "sitecustomize.py").write_text(HIDE.format(package=package))
+    process = run_script(ROOT / f"{name}.py", cwd=tmp_path, PYTHONPATH=str(folder))
+    assert process.returncode == 2
+    (line,) = process.stderr.splitlines()
+    assert line.startswith(f"error: No module named '{package}': `uv run ")
+    assert not (tmp_path / "runs").exists()
