@@ -583,7 +583,8 @@ def close_run(args: Args, run: dict, writer: SummaryWriter, finished: bool) -> d
     flags = f" --stop-at {stop_at}" if stop_at > run["global_step"] else ""
     flags = f" --total-timesteps {2 * args.total_timesteps}" if finished else flags
     print(f"watch:  python {sys.argv[0]} --evaluate {run_dir} --capture-video")
-    print(f"{'longer' if finished else 'go on'}: python {sys.argv[0]} --resume {run_dir}{flags}")
+    label = "longer:" if finished else "go on: "
+    print(f"{label} python {sys.argv[0]} --resume {run_dir}{flags}")
     print(f"curves: tensorboard --logdir {shlex.quote(str(Path(args.run_dir).parent))}")
     return result
 
