@@ -26,11 +26,17 @@ ROOT = Path(__file__).resolve().parent.parent
 FAMILY = {
     "ppo_shared": "ppo",
     "ppo_atari": "ppo_shared",
+    "ppo_continuous": "ppo",
+    "ppo_lstm": "ppo_atari",
+    "ppo_multidiscrete": "ppo_shared",
 }
 # the sections that a file has byte for byte from its parent
 EQUAL = {
     "ppo_shared": ("Arguments", "Environment", "Advantages", "Training", "Run"),
     "ppo_atari": ("Advantages", "Training", "Run"),
+    "ppo_continuous": ("Advantages", "Run"),
+    "ppo_lstm": ("Advantages",),
+    "ppo_multidiscrete": ("Advantages",),
 }
 HEADING = re.compile(r"^# === (.+)\n", re.MULTILINE)
 CONTEXT = 3  # unchanged lines shown around a change
