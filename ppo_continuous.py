@@ -272,7 +272,7 @@ class Agent(nn.Module):
         std = logstd.exp()
         # the normal distribution by hand: torch.distributions takes twice as long
         if action is None:
-            action = mean + std * torch.randn_like(mean)
+            action = (mean + std * torch.randn_like(mean)).detach()
         logprob = -0.5 * ((action - mean) / std) ** 2 - logstd - 0.5 * math.log(2 * math.pi)
         entropy = (logstd + 0.5 * math.log(2 * math.pi * math.e)).expand_as(mean)
         # [continuous 3] Independent components: probabilities multiply, so their logarithms add up

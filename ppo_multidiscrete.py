@@ -368,7 +368,8 @@ def train(args: Args) -> dict:
                 action, logprob, _, value = agent.get_action_and_value(obs[step], masks[step])
             actions[step], logprobs[step], values[step] = action, logprob, value
             next_obs, reward, terminated, truncated, infos = envs.step(action.cpu().numpy())
-            next_done, next_mask = terminated | truncated, action_masks(infos, envs)
+            next_done = terminated | truncated
+            next_mask = action_masks(infos, envs)
             rewards[step] = tensor(reward, torch.float32)
 
             if args.bootstrap_truncated and (cut := truncated & ~terminated).any():

@@ -10,12 +10,11 @@ import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
-SCRIPTS = ("ppo", "ppo_shared", "ppo_atari")
+SCRIPTS = ("ppo", "ppo_shared", "ppo_atari", "ppo_continuous", "ppo_lstm", "ppo_multidiscrete")
 # the smallest run of each script that goes through every line of training
 TINY = {
-    "ppo": {"num_envs": 2, "num_steps": 8, "num_minibatches": 2, "total_timesteps": 32},
-    "ppo_shared": {"num_envs": 2, "num_steps": 8, "num_minibatches": 2, "total_timesteps": 32},
-    "ppo_atari": {"num_envs": 2, "num_steps": 8, "num_minibatches": 2, "total_timesteps": 32},
+    name: {"num_envs": 2, "num_steps": 8, "num_minibatches": 2, "total_timesteps": 32}
+    for name in SCRIPTS
 }
 
 

@@ -16,18 +16,37 @@ from torch import nn
 from torch.optim import optimizer as optim
 
 # what each script's environment looks like to its agent, and to the stand-in for that agent
-IMAGE_SCRIPTS = ("ppo_atari",)
-NUM_ACTIONS = 3
+IMAGE_SCRIPTS = ("ppo_atari", "ppo_lstm", "ppo_multidiscrete")
+NUM_FRAMES = {"ppo_lstm": 1}  # of an image observation; 4 in the others
+# between the observation and the action, get_action_and_value takes the state and done of the
+# LSTM, or a mask
+EXTRA_INPUTS = {"ppo_lstm": 2, "ppo_multidiscrete": 1}
+ACTION_SPACES = {
+    "ppo_continuous": gym.spaces.Box(-1, 1, (3,), np.float32),
+    "ppo_multidiscrete": gym.spaces.MultiDiscrete([2, 3]),
+}
+
+
+def action_space(script: ModuleType) -> gym.Space:
+    return ACTION_SPACES.get(script.__name__, gym.spaces.Discrete(3))
+
+
+def policy_outputs(space: gym.Space) -> int:
+    """How many numbers a network puts out for a policy over these actions."""
+    if isinstance(space, gym.spaces.MultiDiscrete):
+        return int(space.nvec.sum())
+    return space.shape[0] if isinstance(space, gym.spaces.Box) else int(space.n)
 
 
 def agent_spaces(script: ModuleType) -> SimpleNamespace:
     """The spaces that Agent of a script reads from its vector environment."""
     if script.__name__ in IMAGE_SCRIPTS:
-        obs_space = gym.spaces.Box(0, 255, (4, 84, 84), np.uint8)
+        shape = (NUM_FRAMES.get(script.__name__, 4), 84, 84)
+        obs_space = gym.spaces.Box(0, 255, shape, np.uint8)
     else:
         obs_space = gym.spaces.Box(-np.inf, np.inf, (5,), np.float32)
-    action_space = gym.spaces.Discrete(NUM_ACTIONS)
-    return SimpleNamespace(single_observation_space=obs_space, single_action_space=action_space)
+    spaces = {"single_observation_space": obs_space, "single_action_space": action_space(script)}
+    return SimpleNamespace(**spaces)
 
 
 def make_agent(script: ModuleType, **changes) -> nn.Module:
@@ -41,6 +60,24 @@ def random_obs(script: ModuleType, num: int, seed: int = 0) -> torch.Tensor:
     if space.dtype == np.uint8:
         return torch.as_tensor(rng.integers(0, 256, (num, *space.shape), dtype=np.uint8))
     return torch.as_tensor(rng.normal(size=(num, *space.shape)).astype(np.float32))
+
+
+def extra_inputs(script: ModuleType, agent: nn.Module, num: int) -> tuple:
+    """What an agent is given beside num observations, each the first of an episode."""
+    if script.__name__ == "ppo_lstm":
+        return agent.initial_state(num), torch.zeros(num)
+    return (torch.ones(num, 0, dtype=torch.bool),) if script.__name__ in EXTRA_INPUTS else ()
+
+
+def act(script: ModuleType, agent: nn.Module, obs: torch.Tensor, action=None) -> tuple:
+    """Actions, log-probabilities, entropies and values of observations, none after another."""
+    inputs = (obs, *extra_inputs(script, agent, len(obs)), action)
+    return agent.get_action_and_value(*inputs)[:4]
+
+
+def value_of(script: ModuleType, agent: nn.Module, obs: torch.Tensor) -> torch.Tensor:
+    memory = extra_inputs(script, agent, len(obs)) if script.__name__ == "ppo_lstm" else ()
+    return agent.get_value(obs, *memory)
 
 
 class ScriptedEnvs:
@@ -66,7 +103,7 @@ class ScriptedEnvs:
             self.truncated[step, i] = how != "terminated"
         low, high = (0, 255) if dtype == np.uint8 else (-np.inf, np.inf)
         self.single_observation_space = gym.spaces.Box(low, high, shape[2:], dtype)
-        self.single_action_space = gym.spaces.Discrete(NUM_ACTIONS)
+        self.single_action_space = action_space(script)
         self.action_space = gym.vector.utils.batch_space(self.single_action_space, num_envs)
         self.num_envs = num_envs
         self.reset_seeds: list = []
@@ -92,6 +129,9 @@ class ScriptedEnvs:
         obs = self.observations[t + 1]
         return obs, self.rewards[t].copy(), self.terminated[t], self.truncated[t], infos
 
+    def statistics(self):
+        return {}  # ppo_continuous.py keeps them in its checkpoint
+
     def close(self):
         pass
 
@@ -103,21 +143,42 @@ class LinearAgent(nn.Module):
         super().__init__()
         self.image = envs.single_observation_space.dtype == np.uint8
         size = int(np.prod(envs.single_observation_space.shape))
-        self.actor = nn.Linear(size, envs.single_action_space.n)
+        self.action_space = envs.single_action_space
+        self.actor = nn.Linear(size, policy_outputs(self.action_space))
         self.critic = nn.Linear(size, 1)
+        if isinstance(self.action_space, gym.spaces.Box):
+            self.actor_logstd = nn.Parameter(torch.zeros(self.action_space.shape))
 
-    def features(self, x):
+    def get_features(self, x):
         x = x.flatten(1).float()
         return x / 64 - 2 if self.image else x
 
-    def get_value(self, x):
-        return self.critic(self.features(x)).squeeze(-1)
+    def initial_state(self, num_envs):
+        return torch.zeros(2, num_envs, 1)
+
+    def get_value(self, x, *_):
+        return self.critic(self.get_features(x)).squeeze(-1)
 
     def get_action_and_value(self, x, action=None):
-        pi = torch.distributions.Categorical(logits=self.actor(self.features(x)))
+        features = self.get_features(x)
+        outputs = self.actor(features)
+        if isinstance(self.action_space, gym.spaces.Box):
+            std = self.actor_logstd.exp().expand_as(outputs)
+            parts = [torch.distributions.Normal(outputs, std)]
+        else:
+            nvec = getattr(self.action_space, "nvec", np.array([outputs.shape[1]])).tolist()
+            parts = [torch.distributions.Categorical(logits=y) for y in outputs.split(nvec, dim=1)]
+        single = isinstance(self.action_space, gym.spaces.Discrete)
         if action is None:
-            action = pi.sample()
-        return action, pi.log_prob(action), pi.entropy(), self.get_value(x)
+            action = torch.stack([part.sample() for part in parts], -1).flatten(1)
+            action = action.squeeze(1) if single else action
+        if isinstance(self.action_space, gym.spaces.Box):
+            logprob, entropy = parts[0].log_prob(action).sum(1), parts[0].entropy().sum(1)
+        else:
+            columns = action.unsqueeze(1) if single else action
+            logprobs = [part.log_prob(columns[:, k]) for k, part in enumerate(parts)]
+            logprob, entropy = sum(logprobs), sum(part.entropy() for part in parts)
+        return action, logprob, entropy, self.critic(features).squeeze(-1)
 
 
 @dataclass
@@ -162,6 +223,8 @@ class Watch:
 
     def __init__(self, script: ModuleType, args, envs: ScriptedEnvs):
         self.args, self.envs = args, envs
+        self.extras = EXTRA_INPUTS.get(script.__name__, 0)
+        self.make_infos = script.__name__ == "ppo_multidiscrete"
         self.plain_gae = script.compute_gae
         self.agent = None
         self.rollouts: list[Rollout] = []
@@ -170,8 +233,9 @@ class Watch:
         self.minibatch = None
 
     # what the script calls
-    def make_envs(self, args, num_envs, seed, frozen=None):
-        return self.envs, self.envs.reset(seed=seed)[0]
+    def make_envs(self, args, num_envs, seed, frozen=None, resumed=None):
+        first = self.envs.reset(seed=seed)
+        return self.envs, *(first if self.make_infos else first[:1])
 
     def save(self, args, run, **state):
         return run | state
@@ -189,13 +253,15 @@ class Watch:
         self.agent = LinearAgent(envs, args)
         plain = self.agent.get_action_and_value
 
-        def get_action_and_value(x, action=None):
+        def get_action_and_value(x, *more):
+            state = more[: self.extras // 2]  # of an LSTM, handed back as it came
+            action = more[self.extras] if len(more) > self.extras else None
             answer = plain(x, action)
             if action is None:
                 self.calls.append(tuple(part.clone() for part in (x, *answer)))
             else:
                 self.start_minibatch(x, *answer)
-            return answer
+            return *answer, *state
 
         self.agent.get_action_and_value = get_action_and_value
         for name, parameter in self.agent.named_parameters():
@@ -298,11 +364,12 @@ class ScriptedAtari(gym.Env):
         rewards=(),
         meanings=("NOOP", "FIRE", "RIGHT", "LEFT"),
         end: str = "terminated",
+        action_space: gym.Space | None = None,
         render_mode: str | None = None,
     ):
         self.script, self.rewards, self.meanings, self.end = lives, rewards, meanings, end
         self.render_mode = render_mode
-        self.action_space = gym.spaces.Discrete(len(meanings))
+        self.action_space = action_space or gym.spaces.Discrete(len(meanings))
         self.ale = SimpleNamespace(lives=lambda: self.script[min(self.frame, len(lives) - 1)])
         self.games: list[list[int]] = []  # the actions of each game
         self.reset_seeds: list = []
@@ -323,7 +390,7 @@ class ScriptedAtari(gym.Env):
         return self.picture(0), {}
 
     def step(self, action):
-        self.games[-1].append(int(action))
+        self.games[-1].append(int(np.sum(action)))
         self.frame += 1
         over = self.frame >= len(self.script) - 1
         reward = self.rewards[self.frame] if self.frame < len(self.rewards) else 0.0
@@ -336,3 +403,34 @@ def register_atari(**kwargs) -> str:
     gym.registry.pop("ScriptedAtari-v0", None)
     gym.register("ScriptedAtari-v0", ScriptedAtari, kwargs=kwargs)
     return "ScriptedAtari-v0"
+
+
+class ScriptedVector(gym.Env):
+    """Episodes of 20 steps with a vector of noise to see; counts like ScriptedAtari."""
+
+    observation_space = gym.spaces.Box(-np.inf, np.inf, (2,), np.float32)
+
+    def __init__(self, action_space: gym.Space, render_mode: str | None = None):
+        self.action_space, self.games = action_space, []
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.games.append([])
+        return self.np_random.normal(size=2).astype(np.float32), {}
+
+    def step(self, action):
+        self.games[-1].append(action)
+        obs = self.np_random.normal(size=2).astype(np.float32)
+        return obs, 0.0, len(self.games[-1]) == 20, False, {}
+
+
+def register_game(script: ModuleType) -> str:
+    """Register a game of at most 40 steps that fits the script; returns its id."""
+    if script.__name__ in IMAGE_SCRIPTS:
+        length = 20 if script.__name__ == "ppo_multidiscrete" else 100
+        spaces = {"action_space": ACTION_SPACES.get(script.__name__)}
+        return register_atari(lives=(3,) * length + (0,), **spaces)
+    gym.registry.pop("ScriptedVector-v0", None)
+    kwargs = {"action_space": action_space(script)}
+    gym.register("ScriptedVector-v0", ScriptedVector, kwargs=kwargs)
+    return "ScriptedVector-v0"

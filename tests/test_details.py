@@ -5,6 +5,8 @@ never at how it is written.
 """
 
 import ast
+import copy
+import itertools
 import re
 import tomllib
 from types import SimpleNamespace
@@ -15,11 +17,22 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT, SCRIPTS, source_of
-from detail_probes import ScriptedAtari, make_agent, random_obs, register_atari, watch
+from detail_probes import (
+    ACTION_SPACES,
+    ScriptedAtari,
+    act,
+    make_agent,
+    random_obs,
+    register_atari,
+    register_game,
+    value_of,
+    watch,
+)
 from gymnasium.vector import AutoresetMode
 from torch import nn
 from torch.nn import functional as F
 
+POLICY_HEADS = {"ppo": "actor.4"}  # where it is not called actor
 DETAILS = {
     detail["id"]: detail for detail in tomllib.loads((ROOT / "details.toml").read_text())["details"]
 }
@@ -70,13 +83,16 @@ def test_docstring_names_the_details(name):
         named |= {f"{group} {n}" for n in range(int(first), int(last or first) + 1)}
     tags = TAG.findall(source_of(name))
     assert named == {tag for tag, off in tags if not off and not tag.startswith("beyond")}
-    off = set(re.findall(r"(\w+ \d+) is off", docstring))
+    off = set(re.findall(r"(\w+ \d+) is off", docstring))  # one by one
     assert off == {tag for tag, is_off in tags if is_off}
 
 
 def test_the_list_is_complete():
-    groups = {"core": range(1, 14), "atari": range(1, 10), "aux": (1, 3), "beyond": range(1, 5)}
-    assert set(DETAILS) >= {f"{group} {n}" for group, ns in groups.items() for n in ns}
+    groups = {"core": 13, "atari": 9, "continuous": 9, "lstm": 5, "multidiscrete": 1}
+    the_37 = {f"{group} {n}" for group, last in groups.items() for n in range(1, last + 1)}
+    assert len(the_37) == 37
+    more = {"aux 1", "aux 3", "aux 4", *(f"beyond {n}" for n in range(1, 5))}
+    assert set(DETAILS) == the_37 | more
 
 
 @pytest.mark.parametrize("detail_id", DETAILS)
@@ -84,7 +100,9 @@ def test_an_entry_of_the_list(detail_id):
     detail = DETAILS[detail_id]
     group, number = detail_id.split()
     assert detail["test"].startswith(f"test_{group}_{int(number):02}_")
-    assert callable(globals()[detail["test"]])
+    defined = f"\ndef {detail['test']}(script"
+    tests = [path.read_text() for path in sorted((ROOT / "tests").glob("test_details*.py"))]
+    assert sum(text.count(defined) for text in tests) == 1
     assert detail["name"] and detail["what"].endswith(".") and detail["files"]
     assert re.fullmatch(r"([\w/]+\.py:\d+(-\d+)?(, )?)*", detail["baselines"])
     if group == "beyond":
@@ -93,6 +111,8 @@ def test_an_entry_of_the_list(detail_id):
     assert len(mutations) >= 2
     assert sum(mutation.get("ablate", False) for mutation in mutations) <= 1
     assert all(mutation["why"] and mutation["old"] != mutation["new"] for mutation in mutations)
+    for name in detail["files"]:  # two or more in every file
+        assert sum(name in m.get("files", detail["files"]) for m in mutations) >= 2
 
 
 # --- core
@@ -114,23 +134,21 @@ def test_core_01_vectorized_architecture(script, tmp_path):
     assert_close(torch.cat([rollout.dones for rollout in seen.rollouts]), dones[:16])
     assert_close(torch.stack([rollout.next_done for rollout in seen.rollouts]), dones[[8, 16]])
 
-    # environment i is seeded with seed + i, and an episode's end returns the next one's first
-    # observation, at once
-    env_id = "toy_envs:Clock-v0"
-    if script.__name__ in detail_probes.IMAGE_SCRIPTS:
-        env_id = register_atari(lives=(3,) * 100 + (0,))
-    envs, obs = plain_make_envs(script.Args(env_id=env_id), 2, 5)
-    assert [env.unwrapped.np_random_seed for env in envs.envs] == [5, 6]
+    # environment i is seeded with seed + i, and the step that ends an episode starts the next
+    envs, *_ = plain_make_envs(script.Args(env_id=register_game(script)), 2, 5)
+    games = [env.unwrapped for env in envs.unwrapped.envs]
+    assert [game.np_random_seed for game in games] == [5, 6]
+    actions, game = np.zeros(envs.action_space.shape, envs.action_space.dtype), games[0]
+    begun = len(game.games)
     for _ in range(40):
-        obs, _, terminated, _, _ = envs.step(np.zeros(2, dtype=int))
-        if terminated[0]:
-            # the clock shows 0; of the four frames only the newest is not empty
-            assert not (obs[0, :3].any() if obs.ndim == 4 else obs[0, 0])
+        if envs.step(actions)[2][0]:
             break
     else:
         pytest.fail("no episode ended")
-    obs = envs.step(np.zeros(2, dtype=int))[0]
-    assert obs[0, 2].any() if obs.ndim == 4 else obs[0, 0] == 1 / 8
+    assert len(game.games) == begun + 1
+    steps = len(game.games[-1])
+    envs.step(actions)
+    assert len(game.games[-1]) > steps, "the next action is played"
 
 
 @shown_by("core 2")
@@ -146,7 +164,8 @@ def test_core_02_orthogonal_initialization(script):
         assert_close(gram, gain**2 * torch.eye(len(gram)), atol=1e-5 * gain.item() ** 2)
         assert not layer.bias.any()
         outputs = layer.out_features if isinstance(layer, nn.Linear) else None
-        expected = {1: 1.0, detail_probes.NUM_ACTIONS: 0.01}.get(outputs, 2**0.5)
+        num_outputs = detail_probes.policy_outputs(detail_probes.action_space(script))
+        expected = {1: 1.0, num_outputs: 0.01}.get(outputs, 2**0.5)
         assert_close(gain, expected)
         gains.append(round(gain.item(), 2))
     assert gains.count(0.01) == gains.count(1.0) == 1 and gains.count(1.41) == len(layers) - 2
@@ -281,9 +300,9 @@ def policy_gradient(logprob, old_logprob, advantages, clip_coef):
 
 @shown_by("core 8")
 def test_core_08_clipped_surrogate_objective(script, tmp_path):
-    flags = {"norm_adv": False, "learning_rate": 0.1, "num_steps": 32, "total_timesteps": 64}
+    flags = {"norm_adv": False, "learning_rate": 0.1, "num_steps": 32, "total_timesteps": 128}
     seen = watch(script, tmp_path, clip_coef=0.2, **flags)
-    cases = set()
+    cases = set()  # where the ratio was, and the advantage
     for minibatch, sample in seen.samples():
         expected = policy_gradient(minibatch.logprob, sample.logprobs, sample.advantages, 0.2)
         assert_close(minibatch.gradients["logprob"], expected)
@@ -296,8 +315,8 @@ def test_core_08_clipped_surrogate_objective(script, tmp_path):
     # nothing has moved yet, so the first ratio of an update is 1
     agent, obs = make_agent(script), random_obs(script, 16)
     with torch.inference_mode():
-        action, logprob, _, _ = agent.get_action_and_value(obs)
-    assert_close(agent.get_action_and_value(obs, action.clone())[1].detach(), logprob)
+        action, logprob, _, _ = act(script, agent, obs)
+    assert_close(act(script, agent, obs, action.clone())[1].detach(), logprob)
 
 
 @shown_by("core 9")
@@ -336,15 +355,22 @@ def test_core_10_overall_loss_and_entropy_bonus(script, tmp_path):
             assert not torch.equal(minibatch.before[name], minibatch.after[name])
         assert set(minibatch.raw) == set(minibatch.before)
 
+    if script.__name__ == "ppo_continuous":
+        return  # its distribution has details of its own
     agent, obs = make_agent(script), random_obs(script, 16)
-    nn.init.normal_(list(agent.parameters())[-1], std=1.0)  # the last bias is that of the policy
+    nn.init.normal_(agent.get_submodule(POLICY_HEADS.get(script.__name__, "actor")).bias, std=1.0)
     torch.manual_seed(3)
-    action, logprob, entropy, _ = agent.get_action_and_value(obs)
-    logprobs = torch.stack(
-        [agent.get_action_and_value(obs, torch.full_like(action, a))[1] for a in range(3)], -1
-    ).double()
+    action, logprob, entropy, _ = act(script, agent, obs)
+    every = [(a,) for a in range(3)]
+    if script.__name__ in ACTION_SPACES:
+        every = list(itertools.product(*map(range, ACTION_SPACES[script.__name__].nvec)))
+    every = torch.tensor(every).reshape(len(every), *action.shape[1:])
+    logprobs = [act(script, agent, obs, a.expand_as(action))[1] for a in every]
+    logprobs = torch.stack(logprobs, -1).double()
     assert_close(logprobs.exp().sum(-1), torch.ones(16))
-    assert_close(logprob, logprobs.gather(1, action[:, None])[:, 0])
+    same = action.reshape(16, 1, -1) == every.reshape(1, len(every), -1)
+    chosen = same.all(-1).int().argmax(1)
+    assert_close(logprob, logprobs.gather(1, chosen[:, None])[:, 0])
     assert_close(entropy, -(logprobs.exp() * logprobs).sum(-1))
 
 
@@ -409,19 +435,24 @@ def mlp(x, layers):
 @shown_by("core 13")
 def test_core_13_separate_networks(script):
     agent, obs = make_agent(script), random_obs(script, 16)
+    policy = "actor_mean" if script.__name__ == "ppo_continuous" else "actor"
     parts = {}
-    for name in ("actor", "critic"):
+    for name in (policy, "critic"):
         network = getattr(agent, name)
         parts[name] = [m for m in network.modules() if isinstance(m, nn.Linear)]
         for layer in parts[name]:
             nn.init.normal_(layer.weight, std=0.5)
-    action, logprob, entropy, value = agent.get_action_and_value(obs)
-    log_pi = mlp(obs.double(), parts["actor"]).log_softmax(-1)
-    assert_close(logprob, log_pi.gather(1, action[:, None])[:, 0])
+    action, logprob, entropy, value = act(script, agent, obs)
+    outputs = mlp(obs.double(), parts[policy])
+    if policy == "actor":
+        expected = outputs.log_softmax(-1).gather(1, action[:, None])[:, 0]
+    else:
+        expected = torch.distributions.Normal(outputs, 1.0).log_prob(action).sum(1)
+    assert_close(logprob, expected)
     assert_close(value, mlp(obs.double(), parts["critic"])[:, 0])
     assert_close(agent.get_value(obs), value)
 
-    for loss, own, other in ((value, "critic", "actor"), (logprob + entropy, "actor", "critic")):
+    for loss, own, other in ((value, "critic", policy), (logprob + entropy, policy, "critic")):
         agent.zero_grad()
         loss.sum().backward(retain_graph=True)
         for name, touched in ((own, True), (other, False)):
@@ -434,11 +465,12 @@ def test_core_13_separate_networks(script):
 def test_core_13_off_means_one_trunk(script):
     agent, obs = make_agent(script), random_obs(script, 4)
     moved = []
-    for loss in (agent.get_value(obs), agent.get_action_and_value(obs)[1]):
+    for loss in (value_of(script, agent, obs), act(script, agent, obs)[1]):
         agent.zero_grad()
         loss.sum().backward()
         moved.append({n for n, p in agent.named_parameters() if p.grad is not None})
-    assert moved[0] & moved[1] == {n for n, _ in agent.named_parameters() if "network" in n}
+    trunk = {n for n, _ in agent.named_parameters() if n.startswith(("network.", "lstm."))}
+    assert moved[0] & moved[1] == trunk
     assert len(moved[0] - moved[1]) == len(moved[1] - moved[0]) == 2  # a weight and a bias
 
 
@@ -617,20 +649,25 @@ def test_atari_06_reward_clipping(script):
 
 @shown_by("atari 7")
 def test_atari_07_frame_stack(script):
-    lives = (3,) * 60 + (2,) * 340
-    envs, obs = script.make_envs(script.Args(env_id=register_atari(lives=lives)), 1, 0)
+    # an episode ends: a life of the Atari game, or the other game as a whole
+    kwargs = {"lives": (3,) * 60 + (2,) * 340}
+    if plain := script.__name__ == "ppo_multidiscrete":
+        kwargs = {"lives": (3,) * 14, "action_space": ACTION_SPACES[script.__name__]}
+    envs, obs, *_ = script.make_envs(script.Args(env_id=register_atari(**kwargs)), 1, 0)
     warp = script.WarpFrame(ScriptedAtari()).observation
     game = envs.envs[0].unwrapped
     assert obs.shape == (1, 4, 84, 84) and obs.dtype == np.uint8
 
     def newest():
-        return warp(np.maximum(game.picture(game.frame - 1), game.picture(game.frame)))
+        skipped = game.frame if plain else game.frame - 1
+        return warp(np.maximum(game.picture(skipped), game.picture(game.frame)))
 
     frames = [np.zeros((84, 84)), np.zeros((84, 84)), np.zeros((84, 84)), newest()]
     assert np.array_equal(obs[0], frames)
     episodes = 0
+    action = np.ones(envs.action_space.shape, int)
     for _ in range(20):
-        obs, _, terminated, _, _ = envs.step(np.array([2]))
+        obs, _, terminated, _, _ = envs.step(action)
         # the oldest frame goes, the newest comes last; an episode, a life, starts with no frames
         if terminated[0]:
             frames, episodes = [np.zeros((84, 84))] * 4, episodes + 1
@@ -650,15 +687,20 @@ def nature_cnn(x, parameters):
 def test_atari_08_nature_cnn(script):
     agent, obs = make_agent(script), random_obs(script, 2)
     shapes = [tuple(p.shape) for p in agent.network.parameters() if p.ndim > 1]
-    assert shapes == [(32, 4, 8, 8), (64, 32, 4, 4), (64, 64, 3, 3), (512, 3136)]
+    assert shapes == [(32, obs.shape[1], 8, 8), (64, 32, 4, 4), (64, 64, 3, 3), (512, 3136)]
     parameters = [p.detach().double() for p in agent.network.parameters()]
     hidden = nature_cnn(obs.double() / 255, parameters)
-    value = agent.get_value(obs)
+    if script.__name__ == "ppo_lstm":  # behind the CNN, from the state zero
+        hidden = copy.deepcopy(agent.lstm).double()(hidden.unsqueeze(0))[0][0]
+    value = value_of(script, agent, obs)
     heads = [(head.weight.double(), head.bias.double()) for head in (agent.critic, agent.actor)]
     assert_close(value, F.linear(hidden, *heads[0])[:, 0])
-    action, logprob, _, same_value = agent.get_action_and_value(obs)
-    log_pi = F.linear(hidden, *heads[1]).log_softmax(-1)
-    assert_close(logprob, log_pi.gather(1, action[:, None])[:, 0])
+    action, logprob, _, same_value = act(script, agent, obs)
+    logits = F.linear(hidden, *heads[1])
+    nvec = getattr(ACTION_SPACES.get(script.__name__), "nvec", [logits.shape[1]])
+    parts = zip(logits.split(list(nvec), 1), action.reshape(2, -1).T, strict=True)
+    log_pi = [part.log_softmax(-1).gather(1, a[:, None])[:, 0] for part, a in parts]
+    assert_close(logprob, sum(log_pi))
     assert_close(same_value, value)
     for loss in (same_value, logprob):  # both heads teach the trunk
         agent.zero_grad()
@@ -671,8 +713,8 @@ def test_atari_09_scaled_pixels(script, tmp_path):
     agent, obs = make_agent(script), random_obs(script, 2)
     inputs = []
     agent.network.register_forward_pre_hook(lambda network, args: inputs.append(args[0]))
-    agent.get_value(obs)
-    agent.get_action_and_value(obs)
+    value_of(script, agent, obs)
+    act(script, agent, obs)
     assert len(inputs) == 2
     for x in inputs:
         assert x.dtype == torch.float32
@@ -710,7 +752,8 @@ def test_aux_01_clip_range_annealing(script, tmp_path):
 
 @shown_by("aux 3")
 def test_aux_03_early_stopping(script, tmp_path):
-    sizes = {"num_minibatches": 4, "update_epochs": 5, "learning_rate": 0.05}
+    sizes = {"num_envs": 4, "num_steps": 4, "num_minibatches": 4}
+    sizes |= {"update_epochs": 5, "learning_rate": 0.05}
     seen = watch(script, tmp_path, **sizes)
     kls = []
     for minibatch, sample in seen.samples():
@@ -754,10 +797,13 @@ def test_beyond_02_bf16(script):
         dtypes = {}
         for name, module in agent.named_modules():
             module.register_forward_hook(
-                lambda module, args, out, name=name, dtypes=dtypes: dtypes.update({name: out.dtype})
+                lambda module, args, out, name=name, dtypes=dtypes: dtypes.update(
+                    {name: (out[0] if isinstance(out, tuple) else out).dtype}
+                )
             )
-        _, logprob, entropy, values[precision] = agent.get_action_and_value(obs)
+        _, logprob, entropy, values[precision] = act(script, agent, obs)
         assert dtypes.pop("actor") == dtypes.pop("critic") == torch.float32
+        assert dtypes.pop("lstm", torch.float32) == torch.float32
         assert set(dtypes.values()) == {dtype}
         assert {x.dtype for x in (logprob, entropy, values[precision])} == {torch.float32}
         values[precision].sum().backward()
@@ -775,9 +821,9 @@ def test_beyond_03_compile(script, tmp_path, monkeypatch):
     def fake_compile(function, **kwargs):
         options.append(kwargs)
 
-        def compiled(x, action=None):
-            shapes.append((len(x), action is None))
-            return function(x, action)
+        def compiled(x, *more):
+            shapes.append(len(x))
+            return function(x, *more)
 
         return compiled
 
@@ -787,7 +833,9 @@ def test_beyond_03_compile(script, tmp_path, monkeypatch):
     seen = watch(script, tmp_path, compile=True)
     # one shape of its own for a step of the rollout and for a minibatch, and no other way round it
     assert options == [{"dynamic": False}]
-    assert shapes == [(2, True)] * 8 + [(8, False)] * len(seen.minibatches)
+    # ppo_lstm.py compiles the convolutions, which the value behind the rollout needs, too
+    steps = 9 if script.__name__ == "ppo_lstm" else 8
+    assert shapes == [2] * steps + [8] * len(seen.minibatches)
 
 
 @shown_by("beyond 4")
@@ -804,10 +852,11 @@ def test_beyond_04_vector_mode(script, monkeypatch):
             super().__init__(env_fns, autoreset_mode=autoreset_mode)
 
     monkeypatch.setattr(gym.vector, "AsyncVectorEnv", FakeAsync)
-    env_id = register_atari()
+    env_id = register_game(script)
     first = {}
     for mode in ("sync", "async"):
-        envs, first[mode] = script.make_envs(script.Args(env_id=env_id, vector_mode=mode), 3, 5)
+        args = script.Args(env_id=env_id, vector_mode=mode)
+        envs, first[mode], *_ = script.make_envs(args, 3, 5)
         assert isinstance(envs, FakeAsync) == (mode == "async")
         assert [env.unwrapped.np_random_seed for env in envs.envs] == [5, 6, 7]
     assert np.array_equal(first["sync"], first["async"])

@@ -4,20 +4,26 @@ A test that no wrong implementation can fail proves nothing. The mutated source 
 process as a module, in the place of the script that the test is given.
 """
 
+import importlib
 import inspect
 
 import pytest
-import test_details
-from conftest import load_script, source_of
+from conftest import ROOT, load_script, source_of
 from test_details import DETAILS
 
 # where an assertion of a test is raised: there, in assert_close of PyTorch, in pytest.fail
-ASSERTING = ("test_details.py", "detail_probes.py", "_comparison.py", "outcomes.py")
+MODULES = [
+    importlib.import_module(path.stem) for path in sorted((ROOT / "tests").glob("test_details*.py"))
+]
+ASSERTING = (
+    *(f"{module.__name__}.py" for module in MODULES),
+    *("detail_probes.py", "_comparison.py", "outcomes.py"),
+)
 MUTANTS = [
     pytest.param(detail, mutation, name, id=f"{detail['id']}-{number}-{name}")
     for detail in DETAILS.values()
     for number, mutation in enumerate(detail["mutations"], 1)
-    for name in detail["files"]
+    for name in mutation.get("files", detail["files"])
 ]
 
 
@@ -26,7 +32,7 @@ def test_mutation_is_noticed(detail, mutation, name, request):
     source = source_of(name)
     assert source.count(mutation["old"]) == 1, "`old` must stand once in the script"
     mutant = load_script(name, source.replace(mutation["old"], mutation["new"]))
-    test = getattr(test_details, detail["test"])
+    (test,) = (vars(module)[detail["test"]] for module in MODULES if detail["test"] in vars(module))
     others = [argument for argument in inspect.signature(test).parameters if argument != "script"]
     fixtures = {argument: request.getfixturevalue(argument) for argument in others}
     # an assertion of the test, not a crash: a mutant that cannot run shows nothing
