@@ -9,6 +9,7 @@
 """Proximal Policy Optimization with a memory: an LSTM that sees one Atari frame at a time.
 
 Differs from ppo_atari.py in:
+- Arguments: minibatches are cut out of the environments
 - Environment: one frame in place of four
 - Agent: an LSTM behind the convolutions, whose state is handed in and out
 - Training: minibatches are whole environments in the order of time

@@ -11,7 +11,8 @@ Differs from ppo_shared.py in:
 - Arguments: more steps, --reward-scale, --precision and --vector-mode
 - Environment: ViZDoom, or any that shows images; four small gray frames in one observation
 - Agent: the Nature-CNN, and a categorical distribution for each part of an action, with masks
-- Training and Run: the masks are kept with the rollout, and used in evaluation
+- Training: the masks are kept with the rollout
+- Run: masks in evaluation, and --reward-scale checked
 
 Details shown: core 1-12, atari 5, atari 7-9, multidiscrete 1, aux 1, 3 and 4; core 13 is off.
 Expected: being measured.

@@ -15,6 +15,9 @@ SETTINGS = {
     "ppo": ("classic control, two networks", "CartPole-v1"),
     "ppo_shared": ("classic control, one shared trunk", "CartPole-v1"),
     "ppo_atari": ("Atari, from pixels", "BreakoutNoFrameskip-v4"),
+    "ppo_continuous": ("MuJoCo, continuous actions", "HalfCheetah-v4"),
+    "ppo_lstm": ("Atari with a memory", "BreakoutNoFrameskip-v4"),
+    "ppo_multidiscrete": ("ViZDoom, actions of several parts, action masks", "VizdoomBasic-v1"),
 }
 
 
