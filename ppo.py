@@ -603,6 +603,7 @@ def parse(argv: list[str] | None = None) -> Args:
         saved = replace(run["args"], resume=None, evaluate=None, stop_at=None, run_dir=run_dir)
         if args.evaluate:  # the run may have been trained without an evaluation
             saved.eval_episodes = saved.eval_episodes or Args.eval_episodes
+            saved.capture_video = False
         args = tyro.cli(Args, args=argv, default=saved)
         if (args.env_id, args.run_dir) != (saved.env_id, run_dir):
             fail(flag, f"{run_dir} is a run of {saved.env_id}, and stays both")

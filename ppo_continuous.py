@@ -114,8 +114,8 @@ class RunningMeanStd:
         self.count += len(rows)
         share = len(rows) / self.count
         var += (1 - share) * (mean - self.mean) ** 2
-        self.mean.lerp_(mean, share)
-        self.var.lerp_(var, share)
+        self.mean = self.mean.lerp(mean, share)
+        self.var = self.var.lerp(var, share)
 
 
 class NormalizeEnv(gym.vector.VectorWrapper):
@@ -215,8 +215,9 @@ def wrong_space(env: gym.Env) -> str | None:
         return "actions are discrete: use ppo.py, or ppo_atari.py for images"
     if isinstance(action_space, gym.spaces.MultiDiscrete | gym.spaces.MultiBinary):
         return "actions have several parts: use ppo_multidiscrete.py"
-    if not isinstance(action_space, gym.spaces.Box) or action_space.dtype.kind != "f":
-        return f"actions must be a Box of floats, not {action_space}"
+    floats = isinstance(action_space, gym.spaces.Box) and action_space.dtype in ("f4", "f8")
+    if not floats or not action_space.shape:
+        return f"actions must be a Box of floats with a dimension or more, not {action_space}"
     if not action_space.is_bounded():
         return f"actions must have bounds, to which they are clipped: {action_space} has none"
     if not isinstance(obs_space, gym.spaces.Box) or len(obs_space.shape) != 1:
@@ -695,6 +696,7 @@ def parse(argv: list[str] | None = None) -> Args:
         saved = replace(run["args"], resume=None, evaluate=None, stop_at=None, run_dir=run_dir)
         if args.evaluate:  # the run may have been trained without an evaluation
             saved.eval_episodes = saved.eval_episodes or Args.eval_episodes
+            saved.capture_video = False
         args = tyro.cli(Args, args=argv, default=saved)
         if (args.env_id, args.run_dir) != (saved.env_id, run_dir):
             fail(flag, f"{run_dir} is a run of {saved.env_id}, and stays both")

@@ -60,7 +60,8 @@ def files_table() -> str:
         shown = [
             d["id"] for d in details if script in d["files"] and not d["id"].startswith("beyond")
         ]
-        groups = [f"{g} {sum(i.startswith(g) for i in shown)}" for g in ("core", "atari", "aux")]
+        names = dict.fromkeys(d["id"].split()[0] for d in details)
+        groups = [f"{g} {sum(i.startswith(g) for i in shown)}" for g in names]
         groups = ", ".join(g for g in groups if not g.endswith(" 0"))
         rows.append(
             [f"[`{script}.py`]({script}.py)", setting, lines, change, groups, result(script)]
@@ -80,6 +81,9 @@ def details_table() -> str:
     rows = []
     for detail in details:
         files = ", ".join(f"`{name}`" for name in detail["files"])
+        missing = [f"`{name}`" for name in SETTINGS if name not in detail["files"]]
+        if len(missing) < 2:
+            files = " but ".join(["all", *missing])
         place = detail.get("baselines") or "—"
         mutations = str(len(detail["mutations"]))
         what = " ".join(detail["what"].split())

@@ -28,7 +28,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 BLOCKS = ("Environment", "Agent", "Advantages", "Training")
-PACKAGES = ("torch", "gymnasium", "numpy", "ale-py")
+PACKAGES = ("torch", "gymnasium", "numpy", "ale-py", "mujoco", "vizdoom")
 COLUMNS = [
     *("run", "script", "env_id", "seed", "steps", "total_timesteps", "return_last100"),
     *("eval_mean", "eval_std", "episodes", "seconds", "sps", "finished"),
@@ -153,6 +153,8 @@ def record(run_dir: Path) -> dict:
     name = f"{args['env_id']}__{script}__{args['seed']}".replace("/", "-").replace(":", "-")
     if args.get("precision", "fp32") != "fp32":
         name += "__" + args["precision"]
+    if args["bootstrap_truncated"]:
+        name += "__bootstrap"
     row = json.loads((run_dir / "result.json").read_text())
     row |= {key: args[key] for key in ("env_id", "seed", "total_timesteps")}
     row |= {package: importlib.metadata.version(package) for package in PACKAGES}
