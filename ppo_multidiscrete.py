@@ -184,13 +184,14 @@ def finished_episodes(infos: dict):
 def action_masks(infos: dict, envs: gym.vector.VectorEnv) -> np.ndarray:
     """What the environments allow, (num_envs, sum of choices) bool, one part after the other.
 
-    From info["action_mask"] of reset and step. (num_envs, 0) where there is none: that costs
-    nothing. ValueError if a part is left without any choice.
+    From info["action_mask"] of reset and step; who says nothing allows everything. ValueError if a
+    part is left without any choice.
     """
+    parts = num_choices(envs.single_action_space)
     if "action_mask" not in infos:
-        return np.zeros((envs.num_envs, 0), dtype=bool)
-    masks = infos["action_mask"] | ~infos["_action_mask"][:, None]  # who says nothing allows all
-    first_choices = np.cumsum([0, *num_choices(envs.single_action_space)[:-1]])
+        return np.ones((envs.num_envs, sum(parts)), dtype=bool)
+    masks = infos["action_mask"] | ~infos["_action_mask"][:, None]
+    first_choices = np.cumsum([0, *parts[:-1]])
     if not np.logical_or.reduceat(masks, first_choices, axis=1).all():
         raise ValueError("info['action_mask'] forbids every choice of a part of the action")
     return masks
@@ -213,8 +214,8 @@ def wrong_space(env: gym.Env) -> str | None:
     except (AssertionError, AttributeError, TypeError):
         return f"actions must be one row of MultiDiscrete from 0, or MultiBinary: {action_space}"
     mask = env.reset(seed=0)[1].get("action_mask")
-    if mask is not None and (np.shape(mask), np.asarray(mask).dtype) != ((sum(parts),), bool):
-        return f"info['action_mask'] must be {sum(parts)} bools, not {mask!r}"
+    if mask is not None and (np.shape(mask), getattr(mask, "dtype", 0)) != ((sum(parts),), bool):
+        return f"info['action_mask'] must be an array of {sum(parts)} bools, not {mask!r}"
     return None
 
 
@@ -269,11 +270,9 @@ class Agent(nn.Module):
     def get_action_and_value(self, x, mask, action=None):
         """Sample an action, (batch, parts), or judge a given one. The rest is (batch,)."""
         hidden = self.get_features(x)
-        logits = self.actor(hidden)  # (batch, sum of choices)
-        if mask.shape[1]:
-            # [aux 4] Invalid action masking: a forbidden choice has probability 0, in the rollout
-            # and in the loss, where it then has no gradient, nor any part in the entropy
-            logits = logits.where(mask, -1e8)
+        # [aux 4] Invalid action masking: what is forbidden has probability 0, in the rollout and in
+        # the loss, where it then has no gradient, nor any part in the entropy
+        logits = self.actor(hidden).where(mask, -1e8)  # (batch, sum of choices)
         rows = logits.new_full((len(x), math.prod(self.rows)), -1e8)
         rows = rows.index_copy(1, self.places, logits).unflatten(1, self.rows)
         log_pi = rows.log_softmax(-1)  # (batch, parts, choices)

@@ -66,7 +66,7 @@ def extra_inputs(script: ModuleType, agent: nn.Module, num: int) -> tuple:
     """What an agent is given beside num observations, each the first of an episode."""
     if script.__name__ == "ppo_lstm":
         return agent.initial_state(num), torch.zeros(num)
-    return (torch.ones(num, 0, dtype=torch.bool),) if script.__name__ in EXTRA_INPUTS else ()
+    return (torch.ones(num, 5, dtype=torch.bool),) if script.__name__ in EXTRA_INPUTS else ()
 
 
 def act(script: ModuleType, agent: nn.Module, obs: torch.Tensor, action=None) -> tuple:
