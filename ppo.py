@@ -98,7 +98,7 @@ def make_envs(args: Args, num_envs: int, seed: int, frozen: dict | None = None):
     def make_env(index: int) -> gym.Env:
         env = gym.make(args.env_id, **({"render_mode": "rgb_array"} if video else {}))
         env = gym.wrappers.RecordEpisodeStatistics(env)
-        if env.observation_space.dtype == np.float64:
+        if env.observation_space.dtype != np.float32:
             env = gym.wrappers.DtypeObservation(env, np.float32)
         if video:
             folder = f"{args.run_dir}/videos/game-{index}"
@@ -440,6 +440,9 @@ def try_out(args: Args) -> None:
         if args.compile:
             flag = "compile"
             torch.compile(torch.sin)(torch.ones(1))
+    except gym.error.NameNotFound as error:
+        hint = "Atari: ppo_atari.py, ViZDoom: ppo_multidiscrete.py, your own: module:Name-v0"
+        fail(flag, f"{error} ({hint})")
     except Exception as error:
         missing = getattr(error, "name", None) if isinstance(error, ImportError) else None
         fail(flag, f"{error}: pip install {missing}" if missing else str(error) or repr(error))

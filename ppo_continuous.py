@@ -533,6 +533,9 @@ def try_out(args: Args) -> None:
         if args.compile:
             flag = "compile"
             torch.compile(torch.sin)(torch.ones(1))
+    except gym.error.NameNotFound as error:
+        hint = "Atari: ppo_atari.py, ViZDoom: ppo_multidiscrete.py, your own: module:Name-v0"
+        fail(flag, f"{error} ({hint})")
     except Exception as error:
         missing = getattr(error, "name", None) if isinstance(error, ImportError) else None
         fail(flag, f"{error}: pip install {missing}" if missing else str(error) or repr(error))

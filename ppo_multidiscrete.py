@@ -99,11 +99,12 @@ class Args:
 
 # === Environment
 # Every button is a part of the action, which lasts four frames. ViZDoom's default is one choice
-# out of the buttons.
+# out of the buttons, and a file _vizdoom.ini wherever the user stands. It calls a time limit
+# terminated as well as truncated, so --bootstrap-truncated finds nothing to do.
 for env_id, spec in gym.registry.items():
     if env_id.startswith("Vizdoom"):
         buttons = {"max_buttons_pressed": 0, "use_multi_binary_action_space": False}
-        spec.kwargs.update(buttons, frame_skip=4)
+        spec.kwargs.update(buttons, frame_skip=4, doom_config_path=os.devnull)
 
 
 def num_choices(action_space: gym.Space) -> list[int]:
@@ -142,7 +143,7 @@ def make_envs(args: Args, num_envs: int, seed: int, frozen: dict | None = None):
         env = gym.wrappers.RecordEpisodeStatistics(env)
         if video:
             folder = f"{args.run_dir}/videos/game-{index}"
-            fps = 35 // 4 if args.env_id.startswith("Vizdoom") else None  # as fast as it is played
+            fps = 9 if args.env_id.startswith("Vizdoom") else None  # 35 a second, of which one in 4
             env = gym.wrappers.RecordVideo(env, folder, lambda game: game == 0, fps=fps)
         env = WarpFrame(env)
         env = gym.wrappers.TransformReward(env, lambda reward: reward * args.reward_scale)
@@ -216,6 +217,8 @@ def wrong_space(env: gym.Env) -> str | None:
     mask = env.reset(seed=0)[1].get("action_mask")
     if mask is not None and (np.shape(mask), getattr(mask, "dtype", 0)) != ((sum(parts),), bool):
         return f"info['action_mask'] must be an array of {sum(parts)} bools, not {mask!r}"
+    if mask is not None and not all(m.any() for m in np.split(mask, np.cumsum(parts)[:-1])):
+        return f"info['action_mask'] forbids every choice of a part of the action: {mask}"
     return None
 
 
@@ -492,9 +495,10 @@ def check(args: Args) -> None:
     """Fail on arguments that cannot work, before anything is written."""
     limits = {
         "total_timesteps num_envs num_steps num_minibatches update_epochs stop_at": (1, math.inf),
-        "clip_coef max_grad_norm target_kl checkpoint_every reward_scale": (0, math.inf),
+        "clip_coef max_grad_norm target_kl checkpoint_every": (0, math.inf),
         "ent_coef vf_coef seed eval_episodes": (0, 10**9),
         "learning_rate gamma gae_lambda": (0, 1),
+        "reward_scale": (1e-9, 10**9),
     }
     for name, (low, high) in ((name, limits[key]) for key in limits for name in key.split()):
         if (value := getattr(args, name)) is not None and not low <= value <= high:
@@ -546,6 +550,9 @@ def try_out(args: Args) -> None:
         if args.compile:
             flag = "compile"
             torch.compile(torch.sin)(torch.ones(1))
+    except gym.error.NameNotFound as error:
+        hint = "Atari: ppo_atari.py, ViZDoom: ppo_multidiscrete.py, your own: module:Name-v0"
+        fail(flag, f"{error} ({hint})")
     except Exception as error:
         missing = getattr(error, "name", None) if isinstance(error, ImportError) else None
         fail(flag, f"{error}: pip install {missing}" if missing else str(error) or repr(error))

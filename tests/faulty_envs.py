@@ -2,11 +2,11 @@
 
 import gymnasium as gym
 import numpy as np
-from toy_envs import Clock, ToyAtari
+from toy_envs import Clock, ContinuousClock, Panel, ToyAtari
 
 
-class Spoiled(Clock):
-    """A Clock that from step `after` on, counted over all episodes, shows or pays a bad number."""
+class Spoiled:
+    """From step `after` on, counted over all episodes, a clock shows or pays a bad number."""
 
     def __init__(
         self,
@@ -26,7 +26,15 @@ class Spoiled(Clock):
         return obs, reward, *rest
 
 
-class NanAtari(ToyAtari):
+class SpoiledClock(Spoiled, Clock):
+    pass
+
+
+class SpoiledContinuousClock(Spoiled, ContinuousClock):
+    pass
+
+
+class Nan:
     """A game that pays what is not a number."""
 
     def step(self, action):
@@ -34,7 +42,22 @@ class NanAtari(ToyAtari):
         return obs, np.nan, *rest
 
 
+class NanAtari(Nan, ToyAtari):
+    pass
+
+
+class NanPanel(Nan, Panel):
+    pass
+
+
 gym.register("NanAtari-v0", NanAtari)
-gym.register("NanObs-v0", Spoiled, kwargs={"obs": np.nan})
-gym.register("NanReward-v0", Spoiled, kwargs={"reward": np.nan})
-gym.register("InfReward-v0", Spoiled, kwargs={"reward": np.inf})
+gym.register("NanPanel-v0", NanPanel)
+BAD = {
+    "NanObs-v0": {"obs": np.nan},
+    "InfObs-v0": {"obs": np.inf},
+    "NanReward-v0": {"reward": np.nan},
+    "InfReward-v0": {"reward": np.inf},
+}
+for env_id, kwargs in BAD.items():
+    gym.register(env_id, SpoiledClock, kwargs=kwargs)
+    gym.register(f"Continuous{env_id}", SpoiledContinuousClock, kwargs=kwargs)

@@ -7,11 +7,11 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, TINY, load_script, run_script
+from conftest import ROOT, SCRIPTS, TINY, load_script, run_script
 from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete, Text, Tuple
 
 VECTOR, IMAGE = Box(-1, 1, (3,), np.float32), Box(0, 255, (84, 84, 3), np.uint8)
-TWO = Discrete(2)
+TWO, PARTS, FORCE = Discrete(2), MultiDiscrete([2, 2]), Box(-1, 1, (2,), np.float32)
 SPACES = {  # environment: its observation space and its action space
     "Image-v0": (IMAGE, TWO),
     "Matrix-v0": (Box(0, 1, (3, 3), np.float32), TWO),
@@ -21,22 +21,54 @@ SPACES = {  # environment: its observation space and its action space
     "DiscreteObs-v0": (Discrete(3), TWO),
     "BinaryObs-v0": (MultiBinary(3), TWO),
     "TextObs-v0": (Text(5), TWO),
-    "Continuous-v0": (VECTOR, Box(-1, 1, (2,), np.float32)),
-    "MultiDiscrete-v0": (VECTOR, MultiDiscrete([2, 2])),
+    "Continuous-v0": (VECTOR, FORCE),
+    "ContinuousMatrix-v0": (Box(0, 1, (3, 3), np.float32), FORCE),
+    "ContinuousDictObs-v0": (Dict(a=VECTOR), FORCE),
+    "ContinuousDiscreteObs-v0": (Discrete(3), FORCE),
+    "Unbounded-v0": (VECTOR, Box(-np.inf, np.inf, (2,), np.float32)),
+    "HalfBounded-v0": (VECTOR, Box(0, np.inf, (2,), np.float32)),
+    "OneUnbounded-v0": (VECTOR, Box(np.zeros(2, "f"), np.array([1, np.inf], "f"))),
+    "IntegerAction-v0": (VECTOR, Box(-1, 1, (2,), np.int32)),
+    "NumberAction-v0": (VECTOR, Box(-1, 1, (), np.float32)),
+    "HalfPrecision-v0": (VECTOR, Box(-1, 1, (2,), np.float16)),
+    "MultiDiscrete-v0": (VECTOR, PARTS),
     "MultiBinary-v0": (VECTOR, MultiBinary(2)),
     "DictAction-v0": (VECTOR, Dict(a=TWO)),
+    "TupleAction-v0": (VECTOR, Tuple((TWO, FORCE))),
     "StartAtOne-v0": (VECTOR, Discrete(2, start=1)),
-    "ImageMultiDiscrete-v0": (IMAGE, MultiDiscrete([2, 2])),
+    "ImageMultiDiscrete-v0": (IMAGE, PARTS),
     "ImageStartAtOne-v0": (IMAGE, Discrete(2, start=1)),
-    "ImageContinuous-v0": (IMAGE, Box(-1, 1, (2,), np.float32)),
+    "ImageContinuous-v0": (IMAGE, FORCE),
+    "ImageDictAction-v0": (IMAGE, Dict(a=TWO)),
+    "ImagePartsAtOne-v0": (IMAGE, MultiDiscrete([2, 2], start=[0, 1])),
+    "ImagePartsTable-v0": (IMAGE, MultiDiscrete([[2, 2], [3, 3]])),
+    "ImageBinaryTable-v0": (IMAGE, MultiBinary([2, 3])),
+    "PartsDictObs-v0": (Dict(a=IMAGE), PARTS),
+    "PartsGrayScreen-v0": (Dict(screen=Box(0, 255, (84, 84, 1), np.uint8)), PARTS),
+    "PartsFloatScreen-v0": (Dict(screen=Box(0, 1, (84, 84, 3), np.float32)), PARTS),
+    "PartsTupleObs-v0": (Tuple((IMAGE, IMAGE)), PARTS),
+}
+MASKS = {  # environment of parts with 2 and 2 choices: its action mask
+    "ShortMask-v0": np.ones(3, bool),
+    "LongMask-v0": np.ones(5, bool),
+    "TableMask-v0": np.ones((2, 2), bool),
+    "ByteMask-v0": np.ones(4, np.int8),
+    "ListMask-v0": [True, True, True, True],
+    "NumberMask-v0": True,
+    "PairMask-v0": (np.ones(2, bool), np.ones(2, bool)),
 }
 
 
 class AnySpaces(gym.Env):
-    """An environment that is never stepped: its spaces are all that matters."""
+    """An environment that is never stepped: its spaces and its action mask are all that matters."""
 
-    def __init__(self, observation_space, action_space, render_mode=None):
+    def __init__(self, observation_space, action_space, mask=None, render_mode=None):
         self.observation_space, self.action_space = observation_space, action_space
+        self.mask = mask
+
+    def reset(self, *, seed=None, options=None):
+        self.observation_space.seed(seed)
+        return self.observation_space.sample(), {"action_mask": self.mask}
 
 
 class Broken(gym.Env):
@@ -49,11 +81,14 @@ class Broken(gym.Env):
 for env_id, spaces in SPACES.items():
     kwargs = dict(zip(("observation_space", "action_space"), spaces, strict=True))
     gym.register(env_id, AnySpaces, kwargs=kwargs)
+for env_id, mask in MASKS.items():
+    kwargs = {"observation_space": IMAGE, "action_space": PARTS, "mask": mask}
+    gym.register(env_id, AnySpaces, kwargs=kwargs)
 gym.register("Broken-v0", Broken, kwargs={"error": RuntimeError("no such\nlevel")})
 gym.register("Silent-v0", Broken, kwargs={"error": AssertionError()})
 
 # flag, value, a piece of the message; an environment may say what is wrong with it in its own words
-BOTH = [
+ALL = [
     ("env-id", "Nope-v0", "doesn't exist"),
     ("env-id", "Cartpole-v1", "Did you mean: `CartPole`"),
     ("env-id", "CartPole-v9", "version `v9`"),
@@ -84,8 +119,8 @@ BOTH = [
     ("gae-lambda", "nan", "is not between 0 and 1"),
     ("num-minibatches", 0, "is not between 1 and inf"),
     ("num-minibatches", -4, "is not between 1 and inf"),
-    ("num-minibatches", 3, "does not divide the batch"),
-    ("num-minibatches", 100_000, "does not divide the batch"),
+    ("num-minibatches", 3, "3 does not divide"),
+    ("num-minibatches", 100_000, "100000 does not divide"),
     ("update-epochs", 0, "is not between 1 and inf"),
     ("update-epochs", -1, "is not between 1 and inf"),
     ("clip-coef", -0.1, "is not between 0 and inf"),
@@ -113,8 +148,8 @@ BOTH = [
 ]
 PPO = [
     ("env-id", "Image-v0", "use ppo_atari.py"),
-    ("env-id", "BreakoutNoFrameskip-v4", "use ppo_atari.py"),
     ("env-id", "Pendulum-v1", "use ppo_continuous.py"),
+    ("env-id", "Hopper-v4", "use ppo_continuous.py"),
     ("env-id", "Continuous-v0", "use ppo_continuous.py"),
     ("env-id", "MultiDiscrete-v0", "use ppo_multidiscrete.py"),
     ("env-id", "MultiBinary-v0", "use ppo_multidiscrete.py"),
@@ -143,8 +178,64 @@ ATARI = [
     ("env-id", "ALE/Breakout-v5", "use a NoFrameskip-v4 id"),
     ("env-id", "Breakout-v4", "use a NoFrameskip-v4 id"),
 ]
-TABLE = [(script, *case) for script in ("ppo", "ppo_atari") for case in BOTH]
-TABLE += [("ppo", *case) for case in PPO] + [("ppo_atari", *case) for case in ATARI]
+CONTINUOUS = [
+    ("env-id", "CartPole-v1", "use ppo.py"),
+    ("env-id", "Image-v0", "ppo_atari.py for images"),
+    ("env-id", "MultiDiscrete-v0", "use ppo_multidiscrete.py"),
+    ("env-id", "MultiBinary-v0", "use ppo_multidiscrete.py"),
+    ("env-id", "DictAction-v0", "must be a Box of floats"),
+    ("env-id", "TupleAction-v0", "must be a Box of floats"),
+    ("env-id", "IntegerAction-v0", "must be a Box of floats"),
+    ("env-id", "NumberAction-v0", "must be a Box of floats"),
+    ("env-id", "HalfPrecision-v0", "must be a Box of floats"),
+    ("env-id", "Unbounded-v0", "must have bounds"),
+    ("env-id", "HalfBounded-v0", "must have bounds"),
+    ("env-id", "OneUnbounded-v0", "must have bounds"),
+    ("env-id", "ImageContinuous-v0", "must be a flat Box"),
+    ("env-id", "ContinuousMatrix-v0", "must be a flat Box"),
+    ("env-id", "ContinuousDictObs-v0", "FlattenObservation"),
+    ("env-id", "ContinuousDiscreteObs-v0", "FlattenObservation"),
+    ("env-id", "HalfCheetah-v2", "v2 and v3 based environments have been moved"),
+    ("env-id", "Humanoid-v3", "v2 and v3 based environments have been moved"),
+    ("env-id", "HalfCheetah-v9", "version `v9`"),
+]
+LSTM = [
+    ("num-minibatches", 3, "does not divide 8 num-envs"),
+    ("num-minibatches", 16, "does not divide 8 num-envs"),  # although it divides the batch
+]
+MULTIDISCRETE = [
+    ("env-id", "CartPole-v1", "must be RGB images"),
+    ("env-id", "Hopper-v4", "must be RGB images"),
+    ("env-id", "MultiDiscrete-v0", "must be RGB images"),
+    ("env-id", "DictObs-v0", "must be RGB images"),
+    ("env-id", "DiscreteObs-v0", "must be RGB images"),
+    ("env-id", "TextObs-v0", "must be RGB images"),
+    ("env-id", "PartsDictObs-v0", "must be RGB images"),
+    ("env-id", "PartsGrayScreen-v0", "must be RGB images"),
+    ("env-id", "PartsFloatScreen-v0", "must be RGB images"),
+    ("env-id", "PartsTupleObs-v0", "must be RGB images"),
+    ("env-id", "Image-v0", "use ppo_atari.py"),
+    ("env-id", "ImageStartAtOne-v0", "use ppo_atari.py"),
+    ("env-id", "ImageContinuous-v0", "continuous"),
+    ("env-id", "ImageDictAction-v0", "MultiDiscrete from 0, or MultiBinary"),
+    ("env-id", "ImagePartsAtOne-v0", "MultiDiscrete from 0, or MultiBinary"),
+    ("env-id", "ImagePartsTable-v0", "MultiDiscrete from 0, or MultiBinary"),
+    ("env-id", "ImageBinaryTable-v0", "MultiDiscrete from 0, or MultiBinary"),
+    ("env-id", "VizdoomBasic-v0", "use `VizdoomBasic-v1`"),
+    ("env-id", "VizdoomBasic-v9", "version `v9`"),
+    ("reward-scale", 0, "is not between"),
+    ("reward-scale", -0.01, "is not between"),
+    ("reward-scale", "nan", "is not between"),
+    *(("env-id", env_id, "of 4 bools") for env_id in MASKS),
+]
+CASES = {
+    "ppo": PPO,
+    "ppo_atari": ATARI,
+    "ppo_continuous": CONTINUOUS,
+    "ppo_lstm": ATARI + LSTM,
+    "ppo_multidiscrete": MULTIDISCRETE,
+}
+TABLE = [(script, *case) for script, cases in CASES.items() for case in ALL + cases]
 
 
 def refusal(script, argv: list[object], capsys) -> str:
@@ -186,7 +277,7 @@ def test_device_that_is_not_there(script, device, capsys):
     assert "use --device cpu" in line
 
 
-@pytest.mark.parametrize(("num_envs", "num_steps", "num_minibatches"), [(1, 1, 1), (2, 4, 8)])
+@pytest.mark.parametrize(("num_envs", "num_steps", "num_minibatches"), [(1, 1, 1), (8, 1, 8)])
 def test_one_sample_cannot_be_normalized(script, num_envs, num_steps, num_minibatches, capsys):
     sizes = [f"--num-envs={num_envs}", f"--num-steps={num_steps}"]
     sizes += [f"--num-minibatches={num_minibatches}"]
@@ -326,8 +417,9 @@ def test_no_flipped_byte_goes_unnoticed(run_dir, capsys):
 
 
 @pytest.mark.parametrize("flag", ["resume", "evaluate"])
-def test_checkpoint_of_another_script(flag, run_dir, capsys):
-    line = refusal(load_script("ppo_shared"), [f"--{flag}", "run"], capsys)
+@pytest.mark.parametrize("name", [name for name in SCRIPTS if name != "ppo"])
+def test_checkpoint_of_another_script(name, flag, run_dir, capsys):
+    line = refusal(load_script(name), [f"--{flag}", "run"], capsys)
     assert line == f"error: --{flag}: run/checkpoint.pt was written by ppo.py: use that file"
 
 
@@ -417,11 +509,13 @@ def check_process(process, flag: str, piece: str) -> None:
 
 
 PROCESSES = [
-    ("ppo", "--env-id Nope-v0", "env-id", "doesn't exist"),
-    ("ppo", "--env-id Pendulum-v1", "env-id", "use ppo_continuous.py"),
+    ("ppo", "--env-id BreakoutNoFrameskip-v4", "env-id", "doesn't exist"),  # without ale_py
+    ("ppo", "--env-id Hopper-v4", "env-id", "use ppo_continuous.py"),
     ("ppo_shared", "--num-minibatches 3", "num-minibatches", "does not divide"),
     ("ppo_atari", "--env-id ALE/Breakout-v5", "env-id", "use a NoFrameskip-v4 id"),
-    ("ppo_atari", "--resume nothing", "resume", "there is no nothing/checkpoint.pt"),
+    ("ppo_continuous", "--env-id HalfCheetah-v3", "env-id", "gymnasium-robotics"),
+    ("ppo_lstm", "--num-envs 6", "num-minibatches", "4 does not divide 6 num-envs"),
+    ("ppo_multidiscrete", "--resume nothing", "resume", "there is no nothing/checkpoint.pt"),
 ]
 
 
@@ -474,7 +568,11 @@ def test_missing_package(package, flag, tmp_path_factory, tmp_path):
     check_process(process, flag, f"pip install {package}")
 
 
-@pytest.mark.parametrize(("name", "package"), [("ppo", "tyro"), ("ppo_atari", "cv2")])
+NEEDS = [("ppo", "tyro"), ("ppo_atari", "cv2"), ("ppo_continuous", "mujoco")]
+NEEDS += [("ppo_lstm", "ale_py"), ("ppo_multidiscrete", "vizdoom")]
+
+
+@pytest.mark.parametrize(("name", "package"), NEEDS)
 def test_missing_import(name, package, tmp_path_factory, tmp_path):
     folder = tmp_path_factory.mktemp("hide")
     (folder / "sitecustomize.py").write_text(HIDE.format(package=package))

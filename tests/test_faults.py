@@ -15,13 +15,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, load_script, run_script
+from conftest import ROOT, SCRIPTS, load_script, run_script
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
 SMALL = ["--num-envs", 2, "--num-steps", 16, "--num-minibatches", 2, "--update-epochs", 1]
-ATARI = ["--env-id", "BreakoutNoFrameskip-v4", *SMALL]
-ASYNC = [*ATARI, "--vector-mode", "async", "--total-timesteps", 1_000_000]
+ENDLESS = [*SMALL, "--total-timesteps", 1_000_000]
+ASYNC = [*ENDLESS, "--vector-mode", "async"]
 PATIENCE = 120  # seconds: machines may be busy
 
 
@@ -114,7 +114,7 @@ def test_ten_kills_leave_ten_checkpoints(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["ppo", "ppo_shared", "ppo_atari"])
+@pytest.mark.parametrize("name", SCRIPTS)
 def test_a_hundred_kills_leave_a_hundred_checkpoints(name, tmp_path):
     assert max(storm(name, tmp_path, 100)) > 1
 
@@ -154,13 +154,20 @@ def test_killed_run_goes_on(start, tmp_path):
     assert len(episodes) == checkpoint("ppo", run_dir)["episodes"]
 
 
-def test_killed_parent_leaves_no_worker(start, tmp_path):
-    process = start("ppo_atari", "--run-dir", "run", *ASYNC)
+# script, its arguments, how many processes it then consists of at least
+WORKERS = pytest.param("ppo_atari", ASYNC, 3, id="workers")
+DOOMS = pytest.param("ppo_multidiscrete", ENDLESS, 3, id="dooms")  # every ViZDoom is a process
+BOTH = pytest.param("ppo_multidiscrete", ASYNC, 5, marks=pytest.mark.slow, id="both")
+
+
+@pytest.mark.parametrize(("name", "argv", "size"), [WORKERS, BOTH])  # ViZDooms alone stay behind
+def test_killed_parent_leaves_no_process(name, argv, size, start, tmp_path):
+    process = start(name, "--run-dir", "run", *argv)
     wait_for(lambda: saved(tmp_path / "run"), "checkpoint")
-    assert len(session(process)) >= 3  # the parent and two workers
+    assert len(session(process)) >= size
     process.kill()
     process.wait()
-    wait_for(lambda: not session(process), "end of all workers", timeout=10)
+    wait_for(lambda: not session(process), "end of all processes", timeout=10)
 
 
 # === Signals
@@ -223,16 +230,18 @@ def test_second_signal_ends_at_once(start, tmp_path):
     assert not saved(tmp_path / "run")
 
 
-def test_ctrl_c_with_workers(start, tmp_path):
+@pytest.mark.parametrize(("name", "argv", "size"), [WORKERS, DOOMS, BOTH])
+def test_ctrl_c_reaches_every_process(name, argv, size, start, tmp_path):
     """A terminal sends Ctrl-C to all processes of the group."""
-    process = start("ppo_atari", "--run-dir", "run", *ASYNC, "--checkpoint-every", 1000)
+    process = start(name, "--run-dir", "run", *argv, "--checkpoint-every", 1000)
     wait_for(lambda: saved(tmp_path / "run"), "checkpoint")
+    assert len(session(process)) >= size
     os.killpg(process.pid, signal.SIGINT)
     stdout, stderr = process.communicate(timeout=PATIENCE)
     assert (process.returncode, stderr) == (0, "")
     assert "--resume run" in stdout
-    assert checkpoint("ppo_atari", tmp_path / "run")["global_step"] > 32
-    wait_for(lambda: not session(process), "end of all workers", timeout=10)
+    assert checkpoint(name, tmp_path / "run")["global_step"] > 32
+    wait_for(lambda: not session(process), "end of all processes", timeout=10)
 
 
 EARLY = [
@@ -242,9 +251,10 @@ EARLY = [
 
 
 @pytest.mark.parametrize("delay", EARLY)
-def test_ctrl_c_while_workers_start(delay, start, tmp_path):
+@pytest.mark.parametrize(("name", "argv", "size"), [WORKERS, DOOMS, BOTH])
+def test_ctrl_c_while_processes_start(name, argv, size, delay, start, tmp_path):
     """So many seconds after the run directory was made, when the handler stands."""
-    process = start("ppo_atari", "--run-dir", "run", *ASYNC)
+    process = start(name, "--run-dir", "run", *argv)
     wait_for((tmp_path / "run" / "args.json").exists, "run directory")
     time.sleep(delay)
     os.killpg(process.pid, signal.SIGINT)
@@ -390,15 +400,55 @@ def test_doctored_checkpoint_in_a_process(tmp_path):
 # === Numbers that are not finite
 
 
-@pytest.mark.parametrize("env_id", ["NanObs-v0", "NanReward-v0", "InfReward-v0"])
-def test_gradient_that_is_not_finite(env_id, tmp_path):
+BAD_NUMBERS = [
+    ("ppo", "NanObs-v0"),
+    ("ppo", "NanReward-v0"),
+    ("ppo", "InfReward-v0"),
+    ("ppo_continuous", "ContinuousInfReward-v0"),
+]
+
+
+@pytest.mark.parametrize(("name", "env_id"), BAD_NUMBERS)
+def test_gradient_that_is_not_finite(name, env_id, tmp_path):
     """The bad number comes with step 40 of each environment, in the third iteration."""
     sizes = [*SMALL, "--total-timesteps", 3200, "--checkpoint-every", 0]
-    command = [ROOT / "ppo.py", "--env-id", f"faulty_envs:{env_id}", "--run-dir", "run", *sizes]
-    process = run_script(*command, cwd=tmp_path)
+    command = [ROOT / f"{name}.py", "--env-id", f"faulty_envs:{env_id}", "--run-dir", "run"]
+    process = run_script(*command, *sizes, cwd=tmp_path)
     assert process.returncode == 1, process.stderr
     (line,) = process.stderr.splitlines()
     assert line.startswith("error: ")
     assert "not finite" in line
     assert "96" in line  # three iterations of 32 steps
-    assert checkpoint("ppo", tmp_path / "run")["global_step"] == 64
+    assert checkpoint(name, tmp_path / "run")["global_step"] == 64
+
+
+@pytest.mark.parametrize("env_id", ["NanObs-v0", "InfObs-v0", "NanReward-v0", "InfReward-v0"])
+@pytest.mark.parametrize("num_envs", [1, 2])
+def test_statistics_that_are_not_finite(num_envs, env_id, tmp_path, monkeypatch):
+    """A bad number spoils the running statistics for good, but never those in the checkpoint."""
+    monkeypatch.chdir(tmp_path)
+    script = load_script("ppo_continuous")
+    sizes = {"num_envs": num_envs, "num_steps": 16, "num_minibatches": 2, "checkpoint_every": 0.0}
+    env_id = f"faulty_envs:Continuous{env_id}"
+    with pytest.raises(FloatingPointError, match=f"not finite after step {48 * num_envs}"):
+        script.train(script.Args(env_id=env_id, run_dir="run", total_timesteps=1600, **sizes))
+    run = checkpoint("ppo_continuous", Path("run"))
+    assert run["global_step"] == 32 * num_envs
+    for part in run["normalizer"].values():
+        assert part["mean"].isfinite().all() and part["var"].isfinite().all()
+        assert part["count"] < 34 * num_envs
+    # environments start anew, and so can the run
+    script.train(script.parse(["--resume", "run", "--stop-at", str(48 * num_envs)]))
+    assert checkpoint("ppo_continuous", Path("run"))["global_step"] == 48 * num_envs
+
+
+@pytest.mark.parametrize(
+    ("name", "env_id"), [("ppo_lstm", "NanAtari-v0"), ("ppo_multidiscrete", "NanPanel-v0")]
+)
+def test_reward_that_is_not_a_number(name, env_id, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    script = load_script(name)
+    sizes = {"num_envs": 2, "num_steps": 16, "num_minibatches": 2, "total_timesteps": 1600}
+    with pytest.raises(FloatingPointError, match="not finite after step 32"):
+        script.train(script.Args(env_id=f"faulty_envs:{env_id}", run_dir="run", **sizes))
+    assert not saved(Path("run"))

@@ -1,6 +1,8 @@
 """What a run does from its first step to its last: repeatable, resumable, complete on the disk."""
 
+import copy
 import hashlib
+import inspect
 import json
 import math
 import os
@@ -8,7 +10,9 @@ import pty
 import shutil
 import subprocess
 import sys
+from ctypes.util import find_library
 from dataclasses import asdict
+from itertools import pairwise
 from pathlib import Path
 
 import cv2
@@ -18,7 +22,7 @@ import pytest
 import torch
 from conftest import ROOT, SCRIPTS, TINY, load_script, run_script, source_of
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from toy_envs import Clock, ToyAtari
+from toy_envs import Clock, ContinuousClock, Panel, ToyAtari
 
 METRICS = {
     "charts/episodic_return",
@@ -52,6 +56,31 @@ class EvenAtari(ToyAtari):
         return obs, info
 
 
+class UnevenAtari(EvenAtari):
+    """Games of 8 agent steps where the seed is even, of 24 where it is odd."""
+
+    def reset(self, *, seed=None, options=None):
+        if seed is not None:
+            self.frames_per_life = self.NOOPS + 4 + 4 + (24 if seed % 2 else 8) * 4
+        return super().reset(seed=seed)
+
+
+class Diary(ContinuousClock):
+    """A Clock that shows random numbers, and keeps all that did not end an episode."""
+
+    pages: tuple = ()  # a list while a test reads along
+
+    def __init__(self, render_mode: str | None = None):
+        super().__init__(length=5)
+        self.observation_space = gym.spaces.Box(-np.inf, np.inf, (2,), np.float64)
+
+    def _obs(self):
+        obs = self.np_random.normal((3.0, -2.0), (4.0, 0.5))
+        if self.time < self.length:
+            Diary.pages.append(obs)
+        return obs
+
+
 class Uneven(Clock):
     """Games of 2 steps where the seed is even, of 20 where it is odd; every step pays 1."""
 
@@ -65,9 +94,23 @@ class Uneven(Clock):
 
 
 gym.register("EvenAtari-v0", EvenAtari)
+gym.register("UnevenAtari-v0", UnevenAtari)
 gym.register("Uneven-v0", Uneven)
-# environments whose episodes end exactly with a rollout of 16 steps
-EVEN = {"ppo": "toy_envs:Clock-v0", "ppo_shared": "toy_envs:Clock-v0", "ppo_atari": "EvenAtari-v0"}
+gym.register("Diary-v0", Diary)
+gym.register("Generous-v0", ContinuousClock, kwargs={"pay": 500.0})
+gym.register("TwoRows-v0", ContinuousClock, kwargs={"shape": (2, 3)})
+gym.register("TwoRowsDouble-v0", ContinuousClock, kwargs={"shape": (2, 3), "dtype": "float64"})
+gym.register("PanelBinary-v0", Panel, kwargs={"binary": True})
+gym.register("PanelInDict-v0", Panel, kwargs={"in_dict": True, "choices": (3, 1, 4)})
+# environments whose episodes end exactly with a rollout of 8 or 16 steps
+EVEN = {
+    "ppo": "toy_envs:Clock-v0",
+    "ppo_shared": "toy_envs:Clock-v0",
+    "ppo_atari": "EvenAtari-v0",
+    "ppo_continuous": "toy_envs:ContinuousClock-v0",
+    "ppo_lstm": "EvenAtari-v0",
+    "ppo_multidiscrete": "toy_envs:Panel-v0",
+}
 
 
 @pytest.fixture(autouse=True)
@@ -77,7 +120,8 @@ def in_tmp_path(tmp_path, monkeypatch):
 
 def train(script, run_dir: str, **changes) -> dict:
     """Train for a few steps, evaluate only if asked to; returns the last checkpoint."""
-    args = TINY[script.SCRIPT] | {"eval_episodes": 0, "run_dir": run_dir} | changes
+    quick = {"env_id": EVEN[script.SCRIPT], "eval_episodes": 0, "run_dir": run_dir}
+    args = TINY[script.SCRIPT] | quick | changes
     script.train(script.Args(**args))
     return script.load("resume", run_dir)
 
@@ -98,8 +142,9 @@ def same(a, b) -> bool:
 
 
 def same_state(a: dict, b: dict) -> bool:
-    """Are the weights, the optimizer and the random state of two checkpoints the same?"""
-    return all(same(a[key], b[key]) for key in ("agent", "optimizer", "rng"))
+    """Are the weights, optimizer, random state and statistics of two checkpoints the same?"""
+    keys = {"agent", "optimizer", "rng", "normalizer"} & (a.keys() | b.keys())
+    return all(same(a[key], b[key]) for key in keys)
 
 
 def scalars(run_dir: str) -> dict[str, list[tuple[int, float]]]:
@@ -119,7 +164,8 @@ def hashes(folder: str) -> dict[str, str]:
 
 
 def test_same_seed_same_run(script):
-    one, two = (train(script, folder, total_timesteps=128) for folder in ("one", "two"))
+    real = {"env_id": script.Args.env_id, "total_timesteps": 64}
+    one, two = (train(script, folder, **real) for folder in ("one", "two"))
     assert same_state(one, two)
     assert one["returns"] == two["returns"]
     assert scalars("one") == scalars("two")
@@ -137,7 +183,8 @@ def test_a_process_repeats_the_run_of_another():
     )
     assert process.returncode == 0, process.stderr
     script = load_script("ppo")
-    assert same_state(train(script, "here"), script.load("resume", "process"))
+    here = train(script, "here", env_id="CartPole-v1")
+    assert same_state(here, script.load("resume", "process"))
     assert scalars("here") == scalars("process")
 
 
@@ -148,43 +195,78 @@ def test_a_process_repeats_the_run_of_another():
 def test_resume_is_exact_where_episodes_end_with_the_rollout(name):
     """Elsewhere a resumed run starts new episodes, as it says."""
     script = load_script(name)
-    even = {"env_id": EVEN[name], "num_steps": 16, "total_timesteps": 128}
+    even = {"num_steps": 16, "total_timesteps": 96}
+    if name == "ppo_continuous":  # what is seen anew changes the statistics, unless it is 0
+        even["env_id"] = "toy_envs:BlindClock-v0"
     whole = train(script, "whole", **even)
-    half = train(script, "halves", **even, stop_at=64)
-    assert half["global_step"] == 64
+    half = train(script, "halves", **even, stop_at=32)
+    assert half["global_step"] == 32
     assert not same_state(whole, half)
     halves = resume(script, "halves")
+    if name == "ppo_continuous":  # their rest: test_statistics_of_a_resumed_run
+        assert not same(whole["normalizer"].pop("obs"), halves["normalizer"].pop("obs"))
     assert same_state(whole, halves)
     for key in ("global_step", "episodes", "returns"):
         assert whole[key] == halves[key]
     assert scalars("whole") == scalars("halves")
-    assert len(scalars("whole")["charts/episodic_return"]) == 2 * 8
+    assert len(scalars("whole")["charts/episodic_return"]) == 2 * 6
 
 
 def test_resume_keeps_arguments_and_takes_new_ones(script):
     train(script, "run", gamma=0.9, ent_coef=0.02, stop_at=16)
     args = script.parse(["--resume", "run", "--ent-coef", "0.03"])
     assert (args.gamma, args.ent_coef, args.stop_at) == (0.9, 0.03, None)
-    assert args.env_id == script.Args.env_id
+    assert args.env_id == EVEN[script.SCRIPT]
 
 
 def test_seconds_and_episodes_add_up(script):
-    first = train(script, "run", env_id=EVEN[script.SCRIPT], num_steps=16, total_timesteps=64)
+    first = train(script, "run", num_steps=16, total_timesteps=64)
     second = resume(script, "run", "--total-timesteps", 128)
     assert second["seconds"] > first["seconds"] > 0
     assert second["episodes"] == 2 * first["episodes"] == 16
 
 
+def learning_rates(script) -> list[float]:
+    """The learning rate of each iteration, as shares of that at the start."""
+    curve = scalars("run")["charts/learning_rate"]
+    return pytest.approx([float(rate) / script.Args.learning_rate for _, rate in curve])
+
+
 def test_longer_run_anneals_anew(script):
-    first = train(script, "run")
-    rates = [event[1] for event in scalars("run")["charts/learning_rate"]]
-    assert [float(rate) for rate in rates] == pytest.approx([2.5e-4, 1.25e-4])
-    assert first["global_step"] == 32
+    assert train(script, "run")["global_step"] == 32
+    assert learning_rates(script) == [1, 0.5]
     resume(script, "run", "--total-timesteps", 64)
-    rates = [event[1] for event in scalars("run")["charts/learning_rate"]]
-    assert [float(rate) for rate in rates] == pytest.approx(
-        [2.5e-4, 1.25e-4, 2.5e-4 * 0.5, 2.5e-4 * 0.25]
-    )
+    assert learning_rates(script) == [1, 0.5, 0.5, 0.25]
+
+
+def merged(rows: list[np.ndarray]) -> dict:
+    """Mean and variance of rows and of what was there before: 1e-4 rows of mean 0, variance 1."""
+    count = 1e-4 + len(rows)
+    mean = np.sum(rows, axis=0) / count
+    var = (1e-4 * (1 + mean**2) + np.sum((rows - mean) ** 2, axis=0)) / count
+    return {"mean": mean, "var": var, "count": count}
+
+
+def check_statistics(saved: dict, rows: list[np.ndarray]) -> None:
+    expected = merged(rows)
+    assert saved.keys() == expected.keys()
+    assert all(np.allclose(saved[key], expected[key], rtol=1e-9, atol=0) for key in expected)
+
+
+def test_statistics_of_a_resumed_run(monkeypatch):
+    """The statistics in a checkpoint are those of all that the run has seen, before it and after.
+
+    What ends an episode is not seen: the first observation of the next one takes its place.
+    """
+    script = load_script("ppo_continuous")
+    monkeypatch.setattr(Diary, "pages", pages := [])
+    first = train(script, "run", env_id="Diary-v0", stop_at=16)
+    assert len(pages) == 2 + 16
+    check_statistics(first["normalizer"]["obs"], pages)
+    second = resume(script, "run")  # whose check makes an environment, but resets none
+    assert len(pages) == 2 * (2 + 16)
+    check_statistics(second["normalizer"]["obs"], pages)
+    assert second["normalizer"]["returns"]["count"] == pytest.approx(1e-4 + 32)
 
 
 # === Ends
@@ -195,8 +277,7 @@ def test_stop_at(script):
     train(script, "run", total_timesteps=64, stop_at=20, eval_episodes=1)
     result = json.loads(Path("run", "result.json").read_text())
     assert (result["steps"], result["finished"], result["eval_mean"]) == (32, False, None)
-    rates = [event[1] for event in scalars("run")["charts/learning_rate"]]
-    assert [float(rate) for rate in rates] == pytest.approx([2.5e-4, 2.5e-4 * 0.75])
+    assert learning_rates(script) == [1, 0.75]
 
 
 def test_total_that_is_no_multiple_of_the_batch(script):
@@ -236,7 +317,7 @@ def test_files(script):
 
 
 def test_metrics(script):
-    train(script, "run", env_id=EVEN[script.SCRIPT], num_steps=16, total_timesteps=64)
+    train(script, "run", num_steps=16, total_timesteps=64)
     curves = scalars("run")
     assert curves.keys() | {"charts/SPS"} == METRICS
     for tag, curve in curves.items():
@@ -259,15 +340,15 @@ def test_losses_are_means_over_all_minibatches(script, monkeypatch):
     """Watched through the entropies that the update asks for, 3 epochs of 4 minibatches."""
     entropies, original = [], script.Agent.get_action_and_value
 
-    def watched(self, x, action=None):
-        result = original(self, x, action)
-        if action is not None:
+    def watched(*inputs):
+        result = original(*inputs)
+        if len(inputs) == len(inspect.signature(original).parameters):  # the last is the action
             entropies.append(result[2].mean().item())
         return result
 
     monkeypatch.setattr(script.Agent, "get_action_and_value", watched)
-    sizes = {"num_minibatches": 4, "update_epochs": 3, "total_timesteps": 16}
-    train(script, "run", **sizes, learning_rate=0.01)
+    sizes = {"num_envs": 4, "num_steps": 4, "num_minibatches": 4, "update_epochs": 3}
+    train(script, "run", **sizes, total_timesteps=16, learning_rate=0.01)
     assert len(entropies) == 12
     assert entropies[-1] != pytest.approx(np.mean(entropies), rel=1e-6)  # the last would differ
     ((_, logged),) = scalars("run")["losses/entropy"]
@@ -276,7 +357,7 @@ def test_losses_are_means_over_all_minibatches(script, monkeypatch):
 
 def test_value_loss_of_parts_is_that_of_the_whole(script):
     """A learning rate of 0: the losses of 4 minibatches average to the loss of the batch."""
-    frozen = {"learning_rate": 0.0, "total_timesteps": 16, "env_id": EVEN[script.SCRIPT]}
+    frozen = {"learning_rate": 0.0, "num_envs": 4, "num_steps": 12, "total_timesteps": 48}
     train(script, "parts", **frozen, num_minibatches=4)
     train(script, "whole", **frozen, num_minibatches=1)
     ((_, parts),), ((_, whole),) = (scalars(d)["losses/value_loss"] for d in ("parts", "whole"))
@@ -287,14 +368,14 @@ def test_value_loss_of_parts_is_that_of_the_whole(script):
 
 
 def test_evaluation_changes_no_training(script):
-    with_games = train(script, "with", eval_episodes=2, env_id=EVEN[script.SCRIPT])
-    without = train(script, "without", env_id=EVEN[script.SCRIPT])
+    with_games = train(script, "with", eval_episodes=2)
+    without = train(script, "without")
     assert same_state(with_games, without)
     assert scalars("with") == scalars("without")
 
 
 def test_evaluation_leaves_the_run_alone(script):
-    train(script, "run", env_id=EVEN[script.SCRIPT])
+    train(script, "run")
     before, state = hashes("run"), torch.get_rng_state()
     args = script.parse(["--evaluate", "run", "--eval-episodes", "3"])
     assert len(script.evaluate(args, script.load("evaluate", "run"))) == 3
@@ -302,10 +383,14 @@ def test_evaluation_leaves_the_run_alone(script):
     assert torch.get_rng_state().equal(state)
 
 
-def test_evaluation_is_repeatable(script):
-    run = train(
-        script, "run", env_id="CartPole-v1" if script.SCRIPT != "ppo_atari" else "EvenAtari-v0"
-    )
+@pytest.mark.parametrize(
+    ("name", "env_id"),
+    [("ppo", "CartPole-v1"), ("ppo_shared", "CartPole-v1"), ("ppo_continuous", "Pendulum-v1")]
+    + [(name, EVEN[name]) for name in ("ppo_atari", "ppo_lstm", "ppo_multidiscrete")],
+)
+def test_evaluation_is_repeatable(name, env_id):
+    script = load_script(name)
+    run = train(script, "run", env_id=env_id)
     args = script.parse(["--evaluate", "run", "--eval-episodes", "3"])
     assert script.evaluate(args, run) == script.evaluate(args, run)
 
@@ -320,24 +405,99 @@ def test_one_game_in_each_environment(capsys):
 
 
 def test_finished_run_is_evaluated(script, capsys):
-    train(script, "run", env_id=EVEN[script.SCRIPT], num_steps=16, eval_episodes=3)
+    """With the result that --evaluate finds afterwards."""
+    train(script, "run", num_steps=16, eval_episodes=3)
     result = json.loads(Path("run", "result.json").read_text())
     assert result["finished"]
-    assert result["eval_mean"] >= 0
-    assert result["eval_std"] >= 0
     assert "over 3 games" in capsys.readouterr().out
+    scores = script.evaluate(script.parse(["--evaluate", "run"]), script.load("evaluate", "run"))
+    assert len(scores) == 3
+    assert (result["eval_mean"], result["eval_std"]) == (np.mean(scores), np.std(scores))
 
 
-def test_atari_score_is_raw():
+@pytest.mark.parametrize("name", ["ppo_atari", "ppo_lstm"])
+def test_atari_score_is_raw(name):
     """Not clipped: 8 steps and the 8 frames of the start, the no-ops too, pay 2 a frame."""
-    script = load_script("ppo_atari")
+    script = load_script(name)
     run = train(script, "run", env_id="EvenAtari-v0")
     args = script.parse(["--evaluate", "run", "--eval-episodes", "1"])
     assert script.evaluate(args, run) == [2.0 * (EvenAtari.NOOPS + 8 + 32)]
 
 
+def test_continuous_score_is_raw():
+    """Neither scaled nor clipped to 10: it is a multiple of 500, in training too."""
+    script = load_script("ppo_continuous")
+    run = train(script, "run", env_id="Generous-v0")
+    scores = script.evaluate(script.parse(["--evaluate", "run", "--eval-episodes", "8"]), run)
+    for score in (*scores, *run["returns"]):
+        assert score % 500 == 0
+    assert max(scores) > 500
+
+
+def test_multidiscrete_score_is_raw():
+    """Whatever --reward-scale is: a whole number."""
+    script = load_script("ppo_multidiscrete")
+    run = train(script, "run", reward_scale=0.01)
+    scores = script.evaluate(script.parse(["--evaluate", "run", "--eval-episodes", "8"]), run)
+    for score in (*scores, *run["returns"]):
+        assert score == int(score)
+    assert max(scores) > 1
+
+
+def test_evaluation_freezes_the_statistics(monkeypatch):
+    """Those of the checkpoint normalize what is seen, and stay what they are."""
+    script = load_script("ppo_continuous")
+    monkeypatch.setattr(Diary, "pages", pages := [])
+    run = train(script, "run", env_id="Diary-v0")
+    saved, entered = copy.deepcopy(run["normalizer"]), len(pages)
+    args = script.parse(["--evaluate", "run"])
+    envs, obs = script.make_envs(args, 3, seed=5, frozen=run)
+    for _ in range(12):
+        rms = saved["obs"]
+        expected = (pages[-3:] - rms["mean"].numpy()) / np.sqrt(rms["var"].numpy() + 1e-8)
+        assert np.allclose(obs, np.clip(expected, -10, 10), rtol=1e-6)
+        obs = envs.step(np.zeros((3, 2), np.float32))[0]
+    assert len(script.evaluate(args, run)) == 10
+    assert len(pages) > entered + 3 * 12
+    assert same(envs.statistics(), saved)
+    assert same(run["normalizer"], saved)
+
+
+def test_evaluation_hands_the_memory_on(monkeypatch):
+    """Each step of the LSTM starts from where the last ended; a new game is marked as one."""
+    script = load_script("ppo_lstm")
+    run = train(script, "run", env_id="UnevenAtari-v0")
+    calls, original = [], script.Agent.get_action_and_value
+
+    def watched(self, x, lstm_state, done):
+        result = original(self, x, lstm_state, done)
+        calls.append((lstm_state, done.tolist(), result[-1]))
+        return result
+
+    monkeypatch.setattr(script.Agent, "get_action_and_value", watched)
+    args = script.parse(["--evaluate", "run", "--eval-episodes", "2"])
+    assert len(set(script.evaluate(args, run))) == 2  # a short game, a long game
+    assert len(calls) == 24
+    assert not calls[0][0].any()
+    for (_, _, after), (before, _, _) in pairwise(calls):
+        assert before.equal(after)
+        assert before.any()
+    long, short = zip(*(done for _, done, _ in calls), strict=True)
+    assert [step for step, done in enumerate(short) if done] == [8, 16]
+    assert not any(long)
+
+
+no_egl = pytest.mark.skipif(not find_library("EGL"), reason="MuJoCo cannot draw here")
+
+
 @pytest.mark.parametrize(
-    ("name", "env_id"), [("ppo", "CartPole-v1"), ("ppo_atari", "BreakoutNoFrameskip-v4")]
+    ("name", "env_id"),
+    [
+        ("ppo", "CartPole-v1"),
+        ("ppo_atari", "BreakoutNoFrameskip-v4"),
+        pytest.param("ppo_continuous", "Hopper-v4", marks=no_egl),
+        ("ppo_multidiscrete", "VizdoomTakeCover-v1"),
+    ],
 )
 def test_video(name, env_id):
     script = load_script(name)
@@ -353,6 +513,14 @@ def test_video(name, env_id):
     assert middle.max() > 100  # not black
     assert middle.std() > 1  # and not one colour
     assert any((frame != frames[0]).any() for frame in frames)  # something moves
+
+
+def test_video_is_asked_for_each_time():
+    """A run that records its last evaluation does not do so for every later one."""
+    script = load_script("ppo")
+    train(script, "run", env_id="CartPole-v1", capture_video=True)
+    assert not script.parse(["--evaluate", "run"]).capture_video
+    assert script.parse(["--evaluate", "run", "--capture-video"]).capture_video
 
 
 # === On the screen
@@ -423,13 +591,21 @@ def test_wandb_offline_keeps_its_id():
 def test_script_alone_in_an_empty_folder(name):
     shutil.copy(ROOT / f"{name}.py", ".")
     alone = {"cwd": Path.cwd(), "PYTHONPATH": "", "OMP_NUM_THREADS": "1"}
-    answer = run_script(f"{name}.py", "--help", **alone)
-    assert answer.returncode == 0
-    assert "--total-timesteps" in answer.stdout
-    flags = "--num-steps 64 --num-envs 2 --total-timesteps 256 --eval-episodes 0 --run-dir run"
+    flags = "--num-envs 2 --num-steps 64 --num-minibatches 2 --total-timesteps 256"
+    flags += " --eval-episodes 0 --run-dir run"
     process = run_script(f"{name}.py", *flags.split(), **alone)
-    assert process.returncode == 0, process.stderr
+    assert (process.returncode, process.stderr) == (0, "")
     assert json.loads(Path("run", "result.json").read_text())["steps"] == 256
+
+
+def test_help_shows_every_argument(script, capsys):
+    with pytest.raises(SystemExit) as exit_info:
+        script.parse(["--help"])
+    assert exit_info.value.code == 0
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    for name in asdict(script.Args()):
+        assert f"--{name.replace('_', '-')}" in captured.out
 
 
 MY_ENV = """
@@ -459,6 +635,42 @@ def test_environment_of_the_user():
     process = run_script("ppo.py", *flags.split(), cwd=Path.cwd(), PYTHONPATH="")
     assert process.returncode == 0, process.stderr
     assert "over 10 games" in process.stdout
+
+
+@pytest.mark.parametrize("env_id", ["TwoRows-v0", "TwoRowsDouble-v0"])
+def test_actions_in_two_rows(env_id):
+    """Of shape (2, 3); observations in float32 and in float64."""
+    script = load_script("ppo_continuous")
+    run = train(script, "run", env_id=env_id)
+    assert run["agent"]["actor_logstd"].shape == (1, 2, 3)
+    assert {tensor.dtype for tensor in run["agent"].values()} == {torch.float32}
+    args = script.parse(["--evaluate", "run", "--eval-episodes", "2"])
+    assert len(script.evaluate(args, run)) == 2
+
+
+@pytest.mark.parametrize(
+    ("env_id", "choices"), [("PanelBinary-v0", [2, 2, 2]), ("PanelInDict-v0", [3, 1, 4])]
+)
+def test_actions_of_several_parts(env_id, choices):
+    """A MultiBinary action; parts of one choice and of many, with a screen in a dictionary."""
+    script = load_script("ppo_multidiscrete")
+    run = train(script, "run", env_id=env_id)
+    assert len(run["agent"]["actor.weight"]) == sum(choices)
+    args = script.parse(["--evaluate", "run", "--eval-episodes", "2"])
+    assert len(script.evaluate(args, run)) == 2
+
+
+def test_what_is_forbidden_is_never_done():
+    """PanelMasked ends the run where it is: in training, in evaluation, and between processes."""
+    masked = TINY["ppo_multidiscrete"] | {"env_id": "toy_envs:PanelMasked-v0", "eval_episodes": 2}
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in masked.items()]
+    flags += ["--vector-mode=async", "--run-dir=async"]
+    process = run_script(ROOT / "ppo_multidiscrete.py", *flags, cwd=Path.cwd(), OMP_NUM_THREADS="1")
+    assert (process.returncode, process.stderr) == (0, "")
+    script = load_script("ppo_multidiscrete")
+    sync = train(script, "sync", **masked)
+    assert same_state(sync, script.load("resume", "async"))
+    assert min(sync["returns"]) >= 8  # both switches, in every other step
 
 
 # === Learning

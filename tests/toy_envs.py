@@ -31,6 +31,81 @@ class Clock(gym.Env):
         return self._obs(), float(action == 0), terminated, truncated, {}
 
 
+class ContinuousClock(Clock):
+    """A Clock whose actions are numbers from -1 to 1: reward `pay` where the first is above 0.
+
+    blind: the time is never seen, all observations are 0.
+    """
+
+    def __init__(
+        self,
+        length: int = 8,
+        end: str = "terminated",
+        shape: tuple = (2,),
+        dtype: str = "float32",
+        pay: float = 1.0,
+        blind: bool = False,
+        render_mode: str | None = None,
+    ):
+        super().__init__(length, end, render_mode)
+        self.observation_space = gym.spaces.Box(0.0, 1.0, (2,), np.dtype(dtype).type)
+        self.action_space = gym.spaces.Box(-1.0, 1.0, shape, np.float32)
+        self.pay, self.blind = pay, blind
+
+    def _obs(self):
+        return (super()._obs() * (not self.blind)).astype(self.observation_space.dtype)
+
+    def step(self, action):
+        assert action.shape == self.action_space.shape
+        assert not (np.abs(action) > 1).any()  # clipped; not a number is what it is
+        obs, _, *rest = super().step(0)
+        return obs, self.pay * (action.flat[0] > 0), *rest
+
+
+class Panel(gym.Env):
+    """A screen and a row of switches: reward 1 for each switch that is not at 0; 8 steps.
+
+    choices: of each switch; binary: as a MultiBinary; in_dict: the screen comes in a dictionary.
+    masked: choice 0 is forbidden in every odd step, and taking it an error; only then is there an
+    action mask.
+    """
+
+    def __init__(
+        self,
+        choices: tuple = (2, 3),
+        binary: bool = False,
+        in_dict: bool = False,
+        masked: bool = False,
+        render_mode: str | None = None,
+    ):
+        screen = gym.spaces.Box(0, 255, (60, 80, 3), np.uint8)
+        self.observation_space = gym.spaces.Dict(screen=screen) if in_dict else screen
+        spaces = gym.spaces
+        self.action_space = spaces.MultiBinary(3) if binary else spaces.MultiDiscrete(choices)
+        self.choices, self.masked, self.in_dict = choices, masked, in_dict
+
+    def _obs(self):
+        screen = np.full((60, 80, 3), 30 * self.time, np.uint8)
+        return {"screen": screen} if self.in_dict else screen
+
+    def _info(self):
+        allowed = [choice > 0 for n in self.choices for choice in range(n)]
+        return {"action_mask": np.array(allowed)} if self.masked and self.time % 2 else {}
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.time = 0
+        return self._obs(), self._info()
+
+    def step(self, action):
+        assert action in self.action_space
+        if self.masked and self.time % 2 and not np.all(action):
+            raise ValueError(f"{action} is forbidden in step {self.time}")
+        self.time += 1
+        reward = float(np.count_nonzero(action))
+        return self._obs(), reward, self.time == 8, False, self._info()
+
+
 class OneState(gym.Env):
     """Nothing but reward 1, for ever; a time limit cuts episodes after 10 steps."""
 
@@ -98,5 +173,9 @@ class ToyAtari(gym.Env):
 
 gym.register("Clock-v0", Clock)
 gym.register("ClockTruncated-v0", Clock, kwargs={"end": "truncated"})
+gym.register("ContinuousClock-v0", ContinuousClock)
+gym.register("BlindClock-v0", ContinuousClock, kwargs={"blind": True})
 gym.register("OneState-v0", OneState, max_episode_steps=10)
+gym.register("Panel-v0", Panel)
+gym.register("PanelMasked-v0", Panel, kwargs={"masked": True})
 gym.register("ToyAtari-v0", ToyAtari)
