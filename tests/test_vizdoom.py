@@ -115,7 +115,7 @@ def test_evaluation_records_its_games(script, tmp_path):
     assert len(videos) == 2
     for path in videos:
         video = cv2.VideoCapture(str(path))
-        assert video.get(cv2.CAP_PROP_FPS) == 8  # actions a second, as Doom is played
+        assert video.get(cv2.CAP_PROP_FPS) == 9  # actions a second, as Doom is played
         assert 2 <= video.get(cv2.CAP_PROP_FRAME_COUNT) <= 76
         shown, frame = video.read()
         assert shown and frame.shape == (240, 320, 3) and frame.std() > 10
