@@ -184,6 +184,10 @@ def make_envs(args: Args, num_envs: int, seed: int, frozen=None, resumed=None):
     def make_env(index: int) -> gym.Env:
         env = gym.make(args.env_id, **({"render_mode": "rgb_array"} if video else {}))
         env = gym.wrappers.RecordEpisodeStatistics(env)
+        if video and hasattr(env.unwrapped, "mujoco_renderer"):
+            # the camera that runs along; from the one that Gymnasium 1.4 takes, they run away
+            track = (env.unwrapped.model, mujoco.mjtObj.mjOBJ_CAMERA, "track")
+            env.unwrapped.mujoco_renderer.camera_id = mujoco.mj_name2id(*track)
         if video:
             folder = f"{args.run_dir}/videos/game-{index}"
             env = gym.wrappers.RecordVideo(env, folder, lambda game: game == 0)

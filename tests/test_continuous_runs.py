@@ -104,3 +104,20 @@ def test_video_without_a_screen():
         assert len(frames) > 3
         assert frames[0].max() > 100 and frames[0].std() > 1  # neither black nor of one colour
         assert any((frame != frames[0]).any() for frame in frames)  # something moves
+
+
+@pytest.mark.skipif(not ctypes.util.find_library("EGL"), reason="libEGL is not installed")
+@pytest.mark.parametrize("env_id", ["HalfCheetah-v4", "HalfCheetah-v5", "Walker2d-v4"])
+def test_camera_follows(env_id):
+    """Who has run 30 meters is in the picture as at the start."""
+    script = load_script("ppo_continuous")
+    envs, _ = script.make_envs(script.Args(env_id=env_id, capture_video=True), 1, 0, frozen={})
+    env = envs.unwrapped.envs[0].unwrapped
+    shares = []
+    for meters in (0.0, 30.0):
+        env.data.qpos[0] = meters
+        script.mujoco.mj_forward(env.model, env.data)
+        red, _, blue = env.render().astype(int).transpose(2, 0, 1)
+        shares.append((red > blue + 20).mean())  # the body is brown, the floor and the sky are not
+    envs.close()
+    assert min(shares) > 0.01, shares
