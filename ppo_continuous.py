@@ -14,7 +14,7 @@ Differs from ppo.py in:
 - Training: the statistics go into the checkpoint, and come back out of it
 
 Details shown: core 1-13, continuous 1-9, aux 1 and 3.
-Expected: HalfCheetah-v4, 1M steps: 1468 over the last 100 episodes (seed 1).
+Expected: HalfCheetah-v4, 1M steps: 1468 to 3512 over the last 100 episodes (seeds 1 to 3).
 
     python ppo_continuous.py --env-id HalfCheetah-v4 --seed 1
     python ppo_continuous.py --resume runs/RUN                      # go on after Ctrl-C or a kill
