@@ -22,7 +22,15 @@ CASES = {
     "ppo.py, CartPole-v1, 4 environments": ("ppo", [], 4, 4096, 81920),
     "ppo.py --compile, CartPole-v1, 4 environments": ("ppo", ["--compile"], 4, 4096, 81920),
     "ppo_shared.py, CartPole-v1, 4 environments": ("ppo_shared", [], 4, 4096, 81920),
+    "ppo_continuous.py, HalfCheetah-v4, 1 environment": ("ppo_continuous", [], 1, 4096, 20480),
     "ppo_atari.py, Breakout, 8 environments": ("ppo_atari", [], 8, 2048, 6144),
+    "ppo_atari.py --precision bf16, Breakout, 8 environments": (
+        "ppo_atari",
+        ["--precision", "bf16"],
+        8,
+        2048,
+        6144,
+    ),
     "ppo_atari.py --vector-mode async --precision bf16, Breakout, 8 environments": (
         "ppo_atari",
         ["--vector-mode", "async", "--precision", "bf16"],
@@ -57,27 +65,29 @@ def time_peer(script: str, num_envs: int, warm: int, steps: int) -> float:
     import torch
     from stable_baselines3 import PPO
     from stable_baselines3.common.env_util import make_atari_env, make_vec_env
-    from stable_baselines3.common.vec_env import VecFrameStack
+    from stable_baselines3.common.vec_env import VecFrameStack, VecNormalize
 
-    atari = script == "ppo_atari"
+    atari, continuous = script == "ppo_atari", script == "ppo_continuous"
+    num_steps, num_minibatches, num_epochs = (2048, 32, 10) if continuous else (128, 4, 4)
+    learning_rate, clip = 3e-4 if continuous else 2.5e-4, 0.1 if atari else 0.2
     if atari:
         import ale_py  # noqa: F401
 
         env = VecFrameStack(make_atari_env("BreakoutNoFrameskip-v4", num_envs, seed=1), 4)
     else:
         torch.set_num_threads(1)
-        env = make_vec_env("CartPole-v1", num_envs, seed=1)
-    clip = 0.1 if atari else 0.2
+        env = make_vec_env("HalfCheetah-v4" if continuous else "CartPole-v1", num_envs, seed=1)
+        env = VecNormalize(env) if continuous else env
     model = PPO(
         "CnnPolicy" if atari else "MlpPolicy",
         env,
-        learning_rate=lambda progress: 2.5e-4 * progress,
-        n_steps=128,
-        batch_size=num_envs * 128 // 4,
-        n_epochs=4,
+        learning_rate=lambda progress: learning_rate * progress,
+        n_steps=num_steps,
+        batch_size=num_envs * num_steps // num_minibatches,
+        n_epochs=num_epochs,
         clip_range=clip,
         clip_range_vf=clip,
-        ent_coef=0.01,
+        ent_coef=0.0 if continuous else 0.01,
         vf_coef=0.25,  # half of ours: its value loss has no 1/2
         seed=1,
         device="cpu",
