@@ -60,6 +60,8 @@ def test_in_processes_of_their_own(start, tmp_path):
     """--vector-mode async; both scenarios at once, for most of the time goes into starting."""
     sizes = [f"--{key.replace('_', '-')}={value}" for key, value in TINY[NAME].items()]
     options = [*sizes, "--eval-episodes", 0, "--vector-mode", "async"]
+    # ViZDoom makes this folder, and fails if another run has made it in the same moment
+    (tmp_path / "_vizdoom").mkdir()
     processes = {
         env_id: start(NAME, "--env-id", env_id, "--run-dir", env_id, *options)
         for env_id in ("VizdoomDeadlyCorridor-v1", "VizdoomHealthGathering-v1")
