@@ -105,17 +105,18 @@ class RunningMeanStd:
     """Mean and variance of all rows seen so far; Chan et al. 1979, as in baselines."""
 
     def __init__(self, shape: tuple):
-        self.mean = torch.zeros(shape, dtype=torch.float64)
-        self.var = torch.ones(shape, dtype=torch.float64)
-        self.count = 1e-4
+        # NumPy, since torch takes some microseconds longer for each of these small operations: 10 %
+        # of a run's time
+        self.mean, self.var, self.count = np.zeros(shape), np.ones(shape), 1e-4
 
-    def update(self, rows: torch.Tensor) -> None:
-        var, mean = torch.var_mean(rows, 0, correction=0)
-        self.count += len(rows)
+    def update(self, rows: np.ndarray) -> None:
+        mean = rows.sum(0) / len(rows)  # half the time of rows.mean(0) and rows.var(0)
+        var = ((rows - mean) ** 2).sum(0) / len(rows)
+        self.count = self.count + len(rows)
         share = len(rows) / self.count
-        var += (1 - share) * (mean - self.mean) ** 2
-        self.mean = self.mean.lerp(mean, share)
-        self.var = self.var.lerp(var, share)
+        delta = mean - self.mean
+        self.mean = self.mean + share * delta
+        self.var = self.var + share * (var + (1 - share) * delta**2 - self.var)
 
 
 class NormalizeEnv(gym.vector.VectorWrapper):
@@ -133,14 +134,17 @@ class NormalizeEnv(gym.vector.VectorWrapper):
         self.gamma, self.frozen = gamma, frozen
         self.rms = {"obs": RunningMeanStd(shape), "returns": RunningMeanStd(())}
         for name in saved:
-            vars(self.rms[name]).update(saved[name])
+            vars(self.rms[name]).update({key: x.numpy() for key, x in saved[name].items()})
 
     def statistics(self) -> dict:
-        """Mean, variance and count of observations and returns, for a checkpoint."""
-        return {name: dict(vars(rms)) for name, rms in self.rms.items()}
+        """Mean, variance and count of observations and returns, as tensors for a checkpoint."""
+        return {
+            name: {key: torch.tensor(x, dtype=torch.float64) for key, x in vars(rms).items()}
+            for name, rms in self.rms.items()
+        }
 
     def reset(self, *, seed=None, options=None):
-        self.returns = torch.zeros(self.num_envs, dtype=torch.float64)
+        self.returns = np.zeros(self.num_envs)
         obs, infos = self.env.reset(seed=seed, options=options)
         return self.normalize(obs), infos
 
@@ -151,11 +155,11 @@ class NormalizeEnv(gym.vector.VectorWrapper):
         obs, reward, terminated, truncated, infos = self.env.step(actions)
         # [continuous 8] Reward scaling by the deviation of the discounted sum of rewards so far.
         # No mean is taken off, which would change what pays. The sum starts anew with an episode.
-        self.returns = self.returns * self.gamma + torch.as_tensor(reward)
+        self.returns = self.returns * self.gamma + reward
         if not self.frozen:
             self.rms["returns"].update(self.returns)
         reward = reward / math.sqrt(self.rms["returns"].var + 1e-8)
-        self.returns[torch.as_tensor(terminated | truncated)] = 0.0
+        self.returns[terminated | truncated] = 0.0
         # [continuous 9] Reward clipping
         reward = reward.clip(-10, 10)
         for i in np.flatnonzero(infos.get("_final_obs", ())):  # read by --bootstrap-truncated
@@ -163,13 +167,13 @@ class NormalizeEnv(gym.vector.VectorWrapper):
         return self.normalize(obs), reward, terminated, truncated, infos
 
     def normalize(self, obs: np.ndarray, update: bool = True) -> np.ndarray:
-        obs, obs_rms = torch.as_tensor(obs, dtype=torch.float64), self.rms["obs"]
+        obs, obs_rms = np.asarray(obs, np.float64), self.rms["obs"]
         # [continuous 6] Observation normalization, by statistics that include this observation
         if update and not self.frozen:
             obs_rms.update(obs)
-        obs = (obs - obs_rms.mean) / (obs_rms.var + 1e-8).sqrt()
+        obs = (obs - obs_rms.mean) / np.sqrt(obs_rms.var + 1e-8)
         # [continuous 7] Observation clipping
-        return obs.clamp(-10, 10).float().numpy()
+        return obs.clip(-10, 10).astype(np.float32)
 
 
 def make_envs(args: Args, num_envs: int, seed: int, frozen=None, resumed=None):
