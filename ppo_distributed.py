@@ -1,0 +1,878 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = [
+#   "ale-py==0.12.1", "gymnasium[atari]==1.4.0", "moviepy==2.2.1", "numpy==2.4.6",
+#   "opencv-python-headless==5.0.0.93", "tensorboard==2.21.0", "torch==2.13.0", "tyro==1.0.17",
+#   "wandb==0.31.0",
+# ]
+# ///
+"""Proximal Policy Optimization for Atari games, learned by several processes or machines together.
+
+Differs from ppo_atari.py in:
+- Arguments: what is counted over all processes
+- Training: each process has a share of the environments and of each minibatch
+- Run: one process writes; all of them stop, save and go on together
+
+Details shown: core 1-12, atari 1-9, aux 1 to 3; core 13 is off. torchrun starts the processes, each
+with the environment variables RANK and WORLD_SIZE; without torchrun there is one process.
+Expected: not measured yet.
+
+    OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 ppo_distributed.py    # one thread each
+    torchrun --nproc-per-node 2 --max-restarts 3 ppo_distributed.py --run-dir runs/RUN
+    python ppo_distributed.py --evaluate runs/RUN --capture-video       # needs no torchrun
+"""
+
+import io
+import json
+import math
+import multiprocessing.resource_tracker
+import os
+import re
+import shlex
+import shutil
+import signal
+import sys
+import threading
+import time
+import warnings
+import zipfile
+from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
+from itertools import chain
+from pathlib import Path
+from typing import Literal, NoReturn
+
+try:
+    import ale_py
+    import cv2
+    import gymnasium as gym
+    import numpy as np
+    import torch
+    import torch.distributed as dist
+    import tyro
+    from torch import nn
+    from torch.utils.tensorboard import SummaryWriter
+except ModuleNotFoundError as error:
+    print(f"error: {error}: `uv run {__file__}` installs it first", file=sys.stderr)
+    sys.exit(2)
+
+
+# === Arguments
+# torchrun says which of how many processes this is, on all machines, and which one on this machine
+RANK, WORLD_SIZE, LOCAL_RANK = (
+    int(os.environ.get(name, default))
+    for name, default in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0))
+)
+
+
+@dataclass
+class Args:
+    env_id: str = "BreakoutNoFrameskip-v4"  # environment; module:Name-v0 imports your own
+    total_timesteps: int = 10_000_000  # agent steps, summed over the environments
+    learning_rate: float = 2.5e-4  # Adam's step size at the start
+    num_envs: int = 8  # environments stepped side by side, in all processes together
+    num_steps: int = 128  # steps in each environment between two updates
+    anneal_lr: bool = True  # learning rate falls linearly to 0 at total-timesteps
+    gamma: float = 0.99  # discount factor
+    gae_lambda: float = 0.95  # lambda of generalized advantage estimation
+    num_minibatches: int = 4  # parts into which each epoch cuts the batch
+    update_epochs: int = 4  # passes over the batch in one update
+    norm_adv: bool = True  # normalize advantages, minibatch by minibatch
+    clip_coef: float = 0.1  # how far the ratio (and the value) may move
+    anneal_clip_coef: bool = False  # clip-coef falls linearly to 0 as well
+    clip_vloss: bool = True  # clip the value loss
+    ent_coef: float = 0.01  # weight of the entropy bonus
+    vf_coef: float = 0.5  # weight of the value loss
+    max_grad_norm: float = 0.5  # the gradient is cut to this length
+    target_kl: float | None = None  # stop the epochs of an update above this KL (0.01 is usual)
+    bootstrap_truncated: bool = False  # a time limit is not an end: add the value behind it
+    precision: Literal["fp32", "bf16"] = "fp32"  # bf16: the network computes in bfloat16
+    vector_mode: Literal["sync", "async"] = "sync"  # async: each environment in its own process
+
+    seed: int = 1  # seed of the network, the sampling and the environments
+    torch_deterministic: bool = True  # bit-for-bit repeatable on CUDA too
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: a GPU for each process, if there is one
+    compile: bool = False  # torch.compile the network (needs a C++ compiler)
+    track: bool = False  # log to Weights & Biases too
+    wandb_project_name: str = "ppo"  # its project
+    wandb_entity: str | None = None  # its team
+    capture_video: bool = False  # record the evaluation's games as MP4
+    run_dir: str | None = None  # where the run is kept; default runs/ENV__FILE__SEED__TIME
+    checkpoint_every: float = 60.0  # seconds between two checkpoints
+    stop_at: int | None = None  # save and end at this step; schedules still run to total-timesteps
+    resume: str | None = None  # go on with the run in this directory
+    evaluate: str | None = None  # play with the agent in this directory, do not train
+    eval_episodes: int = 10  # games in an evaluation; 0: none after training
+
+
+# === Environment
+gym.register_envs(ale_py)
+ale_py.ALEInterface.setLoggerMode(ale_py.LoggerMode.Error)  # no banner from every environment
+
+
+class NoopResetEnv(gym.Wrapper):
+    """Do nothing for the first 1 to 30 frames of a game."""
+
+    def reset(self, *, seed=None, options=None):
+        # [atari 1] Random starts: without them every game of a deterministic policy is the same
+        obs, info = self.env.reset(seed=seed, options=options)
+        for _ in range(self.unwrapped.np_random.integers(1, 31)):
+            obs, _, terminated, truncated, info = self.env.step(0)
+            if terminated or truncated:
+                obs, info = self.env.reset(options=options)
+        return obs, info
+
+
+class MaxAndSkipEnv(gym.Wrapper):
+    """Repeat an action for four frames."""
+
+    def __init__(self, env: gym.Env):
+        super().__init__(env)
+        self.frames = np.zeros((2, *env.observation_space.shape), dtype=np.uint8)
+
+    def step(self, action):
+        # [atari 2] Frame skip: one decision for four frames, whose rewards are summed. The maximum
+        # of the last two is seen, since the console draws some sprites in every other frame only;
+        # it is taken in color, which makes moving sprites brighter than a maximum of grays would.
+        # A game that ends early leaves older frames in place, as in baselines.
+        total_reward = 0.0
+        for skipped in range(4):
+            obs, reward, terminated, truncated, info = self.env.step(action)
+            if skipped >= 2:
+                self.frames[skipped - 2] = obs
+            total_reward += reward
+            if terminated or truncated:
+                break
+        return self.frames.max(axis=0), total_reward, terminated, truncated, info
+
+
+class EpisodicLifeEnv(gym.Wrapper):
+    """Let a lost life end the episode, but start a new game only when the last one is lost."""
+
+    def __init__(self, env: gym.Env):
+        super().__init__(env)
+        self.lives = 0
+        self.game_over = True
+
+    def step(self, action):
+        # [atari 3] Episodic life: the value of losing a life is that of an end
+        obs, reward, terminated, truncated, info = self.env.step(action)
+        self.game_over = terminated or truncated
+        lives = self.unwrapped.ale.lives()
+        # lives == 0 is left to the game: some show it for a few frames before they are over
+        if 0 < lives < self.lives:
+            terminated = True
+        self.lives = lives
+        return obs, reward, terminated, truncated, info
+
+    def reset(self, *, seed=None, options=None):
+        if not self.game_over:
+            # a game that ends in this step, or in the two of FireResetEnv, is not counted
+            obs, _, terminated, truncated, info = self.env.step(0)
+            self.game_over = terminated or truncated
+        if self.game_over:
+            obs, info = self.env.reset(seed=seed, options=options)
+        self.lives = self.unwrapped.ale.lives()
+        return obs, info
+
+
+class FireResetEnv(gym.Wrapper):
+    """Press FIRE in games that stand still until someone does."""
+
+    def reset(self, *, seed=None, options=None):
+        # [atari 4] Fire on reset: also after a lost life, since this wraps EpisodicLifeEnv. Actions
+        # 1 (FIRE) and 2, as in baselines.
+        self.env.reset(seed=seed, options=options)
+        for action in (1, 2):
+            obs, _, terminated, truncated, info = self.env.step(action)
+            if terminated or truncated:
+                obs, info = self.env.reset(options=options)
+        return obs, info
+
+
+class WarpFrame(gym.ObservationWrapper):
+    """Turn the screen into 84 x 84 gray pixels."""
+
+    def __init__(self, env: gym.Env):
+        super().__init__(env)
+        self.observation_space = gym.spaces.Box(0, 255, (84, 84), np.uint8)
+
+    def observation(self, frame):
+        # [atari 5] Gray first, then averaged down; in the other order pixels differ
+        frame = cv2.cvtColor(frame, cv2.COLOR_RGB2GRAY)
+        return cv2.resize(frame, (84, 84), interpolation=cv2.INTER_AREA)
+
+
+class ClipRewardEnv(gym.RewardWrapper):
+    """Reduce rewards to their sign."""
+
+    def reward(self, reward):
+        # [atari 6] Reward clipping: -1, 0 or 1, so that one learning rate fits every game
+        return np.sign(reward)
+
+
+def make_envs(args: Args, num_envs: int, seed: int, frozen: dict | None = None):
+    """Make num_envs environments, environment i seeded with seed + i.
+
+    frozen: the checkpoint that is evaluated, None in training. Only an evaluation records video.
+    Returns the vector environment and its first observations, (num_envs, *observation_shape).
+    """
+    video = args.capture_video and frozen is not None
+
+    def make_env(index: int) -> gym.Env:
+        env = gym.make(args.env_id, **({"render_mode": "rgb_array"} if video else {}))
+        # innermost: whole games and raw scores, whatever the wrappers make of them
+        env = gym.wrappers.RecordEpisodeStatistics(env)
+        env = NoopResetEnv(env)
+        env = MaxAndSkipEnv(env)
+        if video:
+            folder = f"{args.run_dir}/videos/game-{index}"
+            env = gym.wrappers.RecordVideo(env, folder, lambda game: game == 0, fps=15)
+        env = EpisodicLifeEnv(env)
+        if "FIRE" in env.unwrapped.get_action_meanings():
+            env = FireResetEnv(env)
+        env = WarpFrame(env)
+        env = ClipRewardEnv(env)
+        # [atari 7] Four frames in one observation: where the ball is, and where it is going
+        return gym.wrappers.FrameStackObservation(env, 4, padding_type="zero")
+
+    # SAME_STEP: the step that ends an episode already returns the first observation of the next,
+    # as in baselines. Gymnasium's default spends one more step on the reset, and the loop below
+    # would learn from that step although its action is ignored.
+    make = [lambda i=i: make_env(i) for i in range(num_envs)]
+    same_step = gym.vector.AutoresetMode.SAME_STEP
+    if args.vector_mode == "async":
+        # [beyond 4] Every environment in a process of its own, observations in shared memory. The
+        # processes are forked from one that has imported torch: they start in 2.5 s, not in 8.6.
+        context = "spawn" if os.name == "nt" else "forkserver"
+        multiprocessing.set_forkserver_preload(["torch", "tyro", "tensorboard"])
+        # Ctrl-C is for the process that saves: the workers are born with the signal blocked. The
+        # tracker comes first, because its start would unblock it.
+        mask = getattr(signal, "pthread_sigmask", lambda *_: None)  # Windows has none
+        multiprocessing.resource_tracker.ensure_running()
+        mask(signal.SIG_BLOCK, {signal.SIGINT})
+        envs = gym.vector.AsyncVectorEnv(make, context=context, autoreset_mode=same_step)
+        mask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    else:
+        envs = gym.vector.SyncVectorEnv(make, autoreset_mode=same_step)
+    return envs, envs.reset(seed=seed)[0]
+
+
+def finished_episodes(infos: dict):
+    """Yield (environment, return, length) of each episode that ended in this step."""
+    final_info = infos.get("final_info", {})
+    for i in np.flatnonzero(final_info.get("_episode", ())):
+        yield i, float(final_info["episode"]["r"][i]), int(final_info["episode"]["l"][i])
+
+
+def wrong_space(env: gym.Env) -> str | None:
+    """Say what in this environment does not fit this file, and which file fits. None: all fits."""
+    obs_space, action_space = env.observation_space, env.action_space
+    if obs_space.dtype != np.uint8 or len(obs_space.shape) != 3 or obs_space.shape[2] != 3:
+        return "observations are not RGB images: use ppo.py or ppo_continuous.py"
+    if isinstance(action_space, gym.spaces.MultiDiscrete | gym.spaces.MultiBinary):
+        return "actions have several parts: use ppo_multidiscrete.py"
+    if not isinstance(action_space, gym.spaces.Discrete) or action_space.start != 0:
+        return f"actions must be Discrete and start at 0, not {action_space}"
+    if not hasattr(env.unwrapped, "ale") or not hasattr(env.unwrapped, "get_action_meanings"):
+        return "this is no Atari game: it has no ale.lives() and no get_action_meanings()"
+    if getattr(env.unwrapped, "_frameskip", 1) != 1:
+        return "frames are skipped already: use a NoFrameskip-v4 id"
+    return None
+
+
+# === Agent
+TORCH_THREADS = torch.get_num_threads()  # PyTorch's own choice, one for each core
+AUTO_DEVICES = ("cuda", "cpu")  # --device auto takes the first that is there
+
+
+def layer_init(layer: nn.Module, std: float = np.sqrt(2), bias_const: float = 0.0) -> nn.Module:
+    # [core 2] Orthogonal initialization of the weights, constant biases
+    nn.init.orthogonal_(layer.weight, std)
+    nn.init.constant_(layer.bias, bias_const)
+    return layer
+
+
+class Agent(nn.Module):
+    def __init__(self, envs: gym.vector.VectorEnv, args: Args):
+        super().__init__()
+        # [core 13: off] One trunk: both heads need the same features of the screen
+        # [atari 8] The Nature-CNN (Mnih et al. 2015), shared by both heads
+        self.network = nn.Sequential(
+            layer_init(nn.Conv2d(4, 32, 8, stride=4)),
+            nn.ReLU(),
+            layer_init(nn.Conv2d(32, 64, 4, stride=2)),
+            nn.ReLU(),
+            layer_init(nn.Conv2d(64, 64, 3, stride=1)),
+            nn.ReLU(),
+            nn.Flatten(),
+            layer_init(nn.Linear(64 * 7 * 7, 512)),
+            nn.ReLU(),
+        ).to(memory_format=torch.channels_last)  # 1.4 times as fast on a CPU, the same numbers
+        self.critic = layer_init(nn.Linear(512, 1), std=1.0)
+        # std=0.01: all actions are about equally likely at the start
+        self.actor = layer_init(nn.Linear(512, envs.single_action_space.n), std=0.01)
+        self.bf16 = args.precision == "bf16"
+
+    def get_features(self, x):
+        x = x.contiguous(memory_format=torch.channels_last)
+        # [beyond 2] bfloat16 for the convolutions; weights, heads and losses stay float32. Bytes
+        # fit in it exactly, and to divide them there takes half as long, to the same bits.
+        x = x.bfloat16() if self.bf16 else x
+        # [atari 9] Pixels scaled to [0, 1]; until here they are bytes, a quarter of the memory
+        x = x / 255.0
+        with torch.autocast(x.device.type, torch.bfloat16, enabled=self.bf16):
+            return self.network(x).float()
+
+    def get_value(self, x):
+        return self.critic(self.get_features(x)).squeeze(-1)
+
+    def get_action_and_value(self, x, action=None):
+        """Sample an action, or judge a given one. All four results are (batch,)."""
+        hidden = self.get_features(x)
+        log_pi = self.actor(hidden).log_softmax(-1)  # (batch, actions)
+        pi = log_pi.exp()
+        # the categorical distribution by hand: torch.distributions takes 4 times as long
+        if action is None:
+            # a race: noise is Exp(1), so action a has the largest quotient with probability pi[a]
+            noise = torch.empty_like(pi).exponential_()
+            action = (pi / noise).argmax(-1)
+        logprob = log_pi.gather(-1, action.unsqueeze(-1)).squeeze(-1)
+        entropy = -(pi * log_pi).sum(-1)
+        return action, logprob, entropy, self.critic(hidden).squeeze(-1)
+
+
+# === Advantages
+def compute_gae(rewards, values, dones, next_value, next_done, gamma, gae_lambda):
+    """Advantages of a rollout by GAE(lambda), and the returns that the value function learns.
+
+    rewards, values, dones are (num_steps, num_envs), next_value and next_done (num_envs,).
+    Careful: dones[t] = 1 means that obs[t] is the first of a new episode, not that the action of
+    step t ended one. What follows step t is therefore cut off by dones[t + 1].
+    Schulman et al. 2016, equations 11-16; openai/baselines ppo2/runner.py:50-65.
+    """
+    # [core 5] Generalized Advantage Estimation. The end of an episode, a time limit included,
+    # stops both the bootstrap and the sum: the next row already belongs to another episode.
+    nextvalues = torch.cat((values[1:], next_value.unsqueeze(0)))
+    nextnonterminal = 1.0 - torch.cat((dones[1:], next_done.unsqueeze(0)))
+    deltas = rewards + gamma * nextvalues * nextnonterminal - values
+    advantages = torch.zeros_like(rewards)
+    lastgaelam = torch.zeros_like(next_value)
+    for t in reversed(range(len(rewards))):
+        lastgaelam = deltas[t] + gamma * gae_lambda * nextnonterminal[t] * lastgaelam
+        advantages[t] = lastgaelam
+    return advantages, advantages + values
+
+
+# === Training
+def average(tensor: torch.Tensor) -> torch.Tensor:
+    """The mean of a tensor over all processes; every one of them must call this."""
+    tensor = tensor.detach().clone()
+    dist.all_reduce(tensor)
+    return tensor / WORLD_SIZE
+
+
+def variance(x: torch.Tensor) -> torch.Tensor:
+    """The variance of the samples of all processes."""
+    return average(((x - average(x.mean())) ** 2).mean())
+
+
+def gather(thing: object) -> list:
+    """What each process has, in the order of their ranks."""
+    things = [None] * WORLD_SIZE
+    dist.all_gather_object(things, thing)
+    return things
+
+
+def train(args: Args) -> dict:
+    """Train one agent. Returns what result.json in the run directory says."""
+    batch_size = args.num_envs * args.num_steps
+    num_envs = args.num_envs // WORLD_SIZE  # of this process
+    local_batch_size = num_envs * args.num_steps
+    minibatch_size = local_batch_size // args.num_minibatches
+    num_iterations = args.total_timesteps // batch_size
+    device = pick_device(args)
+    connect(device)
+    torch.manual_seed(args.seed)
+    run, writer = open_run(args)
+    global_step = run["global_step"]
+
+    # [core 1] Vectorized architecture: num_envs environments step together for num_steps, then the
+    # network learns from that rollout. The next rollout goes on where this one stopped, without a
+    # reset, so long episodes are learned from piece by piece.
+    # [aux 2] Parallelized gradient update: each process has its share of the environments, ...
+    envs, next_obs = make_envs(args, num_envs, args.seed + global_step + RANK * num_envs)
+    next_done = np.zeros(num_envs, dtype=bool)
+    agent = Agent(envs, args).to(device)
+    # [core 3] Adam with epsilon 1e-5 (PyTorch's default is 1e-8)
+    # fused: one call for the whole step, 4 times as fast on a small network
+    optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)
+    if RANK > 0:
+        torch.manual_seed(args.seed + RANK)  # equal weights in all processes, but other actions
+    restore(run, agent, optimizer)
+    for parameter in agent.parameters():
+        dist.broadcast(parameter.data, 0)
+    if args.compile:
+        # [beyond 3] Compiled twice, for the batch of a rollout step and for that of an update
+        agent.get_action_and_value = torch.compile(agent.get_action_and_value, dynamic=False)
+
+    def tensor(array, dtype=None):
+        return torch.as_tensor(array, dtype=dtype, device=device)
+
+    # the rollout: (num_steps, num_envs) of everything
+    shape = (args.num_steps, num_envs)
+    obs = torch.zeros(shape + next_obs.shape[1:], dtype=tensor(next_obs).dtype, device=device)
+    actions = tensor(np.zeros((args.num_steps, *envs.action_space.shape), envs.action_space.dtype))
+    logprobs = torch.zeros(shape, device=device)
+    rewards = torch.zeros(shape, device=device)
+    dones = torch.zeros(shape, device=device)
+    values = torch.zeros(shape, device=device)
+    start_time, last_save = time.time() - run["seconds"], -math.inf
+
+    for iteration in range(global_step // batch_size + 1, num_iterations + 1):
+        # [core 4] Learning rate annealing: from learning_rate in the first update to almost 0
+        # in the last, constant within an update
+        frac = 1.0 - (iteration - 1) / num_iterations
+        optimizer.param_groups[0]["lr"] = args.learning_rate * (frac if args.anneal_lr else 1.0)
+        # [aux 1] Clip range annealing
+        clip_coef = args.clip_coef * (frac if args.anneal_clip_coef else 1.0)
+
+        episodes = []
+        for step in range(args.num_steps):
+            global_step += args.num_envs
+            obs[step] = tensor(next_obs)
+            dones[step] = tensor(next_done)  # 1: obs[step] is the first of a new episode
+            with torch.inference_mode():
+                action, logprob, _, value = agent.get_action_and_value(obs[step])
+            actions[step], logprobs[step], values[step] = action, logprob, value
+            next_obs, reward, terminated, truncated, infos = envs.step(action.cpu().numpy())
+            next_done = terminated | truncated
+            rewards[step] = tensor(reward, torch.float32)
+
+            if args.bootstrap_truncated and (cut := truncated & ~terminated).any():
+                # [beyond 1] An episode that a time limit cut off would have gone on. What that
+                # would be worth joins its last reward, since GAE sees an end there and stops.
+                final_obs = tensor(np.stack(infos["final_obs"][cut]))
+                with torch.inference_mode():
+                    rewards[step, tensor(cut)] += args.gamma * agent.get_value(final_obs)
+            for _, episodic_return, episodic_length in finished_episodes(infos):
+                episodes.append((global_step, episodic_return, episodic_length))
+
+        with torch.no_grad():
+            next_value = agent.get_value(tensor(next_obs))
+        advantages, returns = compute_gae(
+            rewards, values, dones, next_value, tensor(next_done), args.gamma, args.gae_lambda
+        )
+
+        b_obs = obs.flatten(0, 1)  # (num_steps * num_envs, *observation_shape)
+        b_actions = actions.flatten(0, 1)
+        b_logprobs = logprobs.flatten()
+        b_advantages = advantages.flatten()
+        b_returns = returns.flatten()
+        b_values = values.flatten()
+
+        stats = []
+        for _ in range(args.update_epochs):
+            # [core 6] Minibatch updates: each epoch shuffles the batch anew and uses every sample
+            # exactly once
+            b_inds = torch.randperm(local_batch_size, device=device)
+            for mb_inds in b_inds.split(minibatch_size):
+                _, newlogprob, entropy, newvalue = agent.get_action_and_value(
+                    b_obs[mb_inds], b_actions[mb_inds]
+                )
+                logratio = newlogprob - b_logprobs[mb_inds]
+                ratio = logratio.exp()  # 1 everywhere in the first minibatch of an update
+
+                mb_advantages = b_advantages[mb_inds]
+                if args.norm_adv:
+                    # [core 7] Advantages normalized within the minibatch, not within the batch;
+                    # the minibatch is what all processes have of it
+                    mb_mean, mb_std = average(mb_advantages.mean()), variance(mb_advantages).sqrt()
+                    mb_advantages = (mb_advantages - mb_mean) / (mb_std + 1e-8)
+
+                # [core 8] Clipped surrogate objective: the larger of two losses is the pessimistic
+                # one, so a ratio that has left the clip range in the good direction gains no more
+                pg_loss1 = -mb_advantages * ratio
+                pg_loss2 = -mb_advantages * ratio.clamp(1 - clip_coef, 1 + clip_coef)
+                pg_loss = torch.max(pg_loss1, pg_loss2).mean()
+
+                # [core 9] Value loss clipping around the value that the rollout predicted
+                v_loss = (newvalue - b_returns[mb_inds]) ** 2
+                if args.clip_vloss:
+                    mb_values = b_values[mb_inds]
+                    v_clipped = mb_values + (newvalue - mb_values).clamp(-clip_coef, clip_coef)
+                    v_loss = torch.max(v_loss, (v_clipped - b_returns[mb_inds]) ** 2)
+                v_loss = 0.5 * v_loss.mean()
+
+                # [core 10] One loss for policy and value, less an entropy bonus
+                entropy_loss = entropy.mean()
+                loss = pg_loss - args.ent_coef * entropy_loss + args.vf_coef * v_loss
+
+                optimizer.zero_grad()
+                loss.backward()
+                # ... and its share of each minibatch. The mean of the gradients is the gradient of
+                # the mean loss, so all processes take the step that one would take with everything.
+                gradients = [parameter.grad for parameter in agent.parameters()]
+                means = average(torch.cat([gradient.flatten() for gradient in gradients]))
+                for gradient in gradients:
+                    mean, means = means.tensor_split([gradient.numel()])
+                    gradient.copy_(mean.view_as(gradient))
+                # [core 11] Global gradient clipping: all parameters together, to one length
+                grad_norm = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
+                if not torch.isfinite(grad_norm):  # the step would spoil every weight
+                    raise FloatingPointError(f"the gradient is not finite after step {global_step}")
+                optimizer.step()
+
+                # [core 12] Debug variables; approx_kl is the KL estimator that is never negative,
+                # old_approx_kl the plain mean of -log(ratio): joschu.net/blog/kl-approx.html
+                with torch.no_grad():
+                    old_approx_kl = (-logratio).mean()
+                    approx_kl = ((ratio - 1) - logratio).mean()
+                    clipfrac = ((ratio - 1.0).abs() > clip_coef).float().mean()
+                    losses = (v_loss, pg_loss, entropy_loss, old_approx_kl, approx_kl, clipfrac)
+                    stats.append(torch.stack(losses))
+
+            # [aux 3] Early stopping: no further epoch once the last minibatch shows too large a KL
+            if args.target_kl is not None and average(approx_kl) > args.target_kl:
+                break
+
+        names = ("value_loss", "policy_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac")
+        means = average(torch.stack(stats).mean(0)).tolist()  # over all minibatches of the update
+        metrics = {f"losses/{name}": mean for name, mean in zip(names, means, strict=True)}
+        unexplained = variance(b_returns - b_values) / variance(b_returns)
+        metrics["losses/explained_variance"] = 1.0 - unexplained.item()
+        metrics["charts/learning_rate"] = optimizer.param_groups[0]["lr"]
+        run["global_step"], run["seconds"] = global_step, time.time() - start_time
+
+        # what one process knows, all must know: they go on or stop together
+        save_now = time.time() - last_save >= args.checkpoint_every
+        theirs, stops, saves = zip(*gather((episodes, bool(STOP), save_now)), strict=True)
+        for step, episodic_return, episodic_length in sorted(chain(*theirs)):
+            run["episodes"] += 1
+            run["returns"].append(episodic_return)
+            if writer:
+                writer.add_scalar("charts/episodic_return", episodic_return, step)
+                writer.add_scalar("charts/episodic_length", episodic_length, step)
+        finished = iteration == num_iterations
+        stop = finished or any(stops) or global_step >= (args.stop_at or math.inf)
+        log(args, run, writer, metrics, stop)
+        if stop or saves[0]:
+            last_save = time.time()
+            check_equal(agent)
+            state = save(args, run, agent=agent.state_dict(), optimizer=optimizer.state_dict())
+            if writer:
+                writer.flush()
+        if stop:
+            break
+
+    envs.close()
+    return close_run(args, state, writer, finished)
+
+
+# === Run
+STOP = []  # the signals that have asked this run to end
+SCRIPT = Path(__file__).stem
+
+
+def fail(flag: str, problem: object) -> NoReturn:
+    """End with exit code 2 and one line that names the flag."""
+    if RANK == 0:
+        print(
+            f"error: --{flag.replace('_', '-')}: {' '.join(str(problem).split())}", file=sys.stderr
+        )
+    sys.exit(2)
+
+
+def check(args: Args) -> None:
+    """Fail on arguments that cannot work, before anything is written."""
+    limits = {
+        "total_timesteps num_envs num_steps num_minibatches update_epochs stop_at": (1, math.inf),
+        "clip_coef max_grad_norm target_kl checkpoint_every": (0, math.inf),
+        "ent_coef vf_coef seed eval_episodes": (0, 10**9),
+        "learning_rate gamma gae_lambda": (0, 1),
+    }
+    for name, (low, high) in ((name, limits[key]) for key in limits for name in key.split()):
+        if (value := getattr(args, name)) is not None and not low <= value <= high:
+            fail(name, f"{value} is not between {low} and {high}")
+    batch_size = args.num_envs * args.num_steps
+    if batch_size % args.num_minibatches:
+        fail("num_minibatches", f"{args.num_minibatches} does not divide the batch of {batch_size}")
+    if batch_size == args.num_minibatches and args.norm_adv:
+        fail("num_minibatches", "one sample cannot be normalized: use fewer, or --no-norm-adv")
+    if args.total_timesteps < batch_size:
+        fail("total_timesteps", f"{args.total_timesteps} is less than one batch of {batch_size}")
+    if args.evaluate and (args.resume or not args.eval_episodes):
+        fail("evaluate", "needs --eval-episodes of at least 1, and no --resume")
+    if args.num_envs % WORLD_SIZE or batch_size % (args.num_minibatches * WORLD_SIZE):
+        fail("num_envs", f"{WORLD_SIZE} processes cannot share {args.num_envs} evenly")
+    gpus, processes = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if (gpus or args.device == "cuda") and args.device != "cpu" and gpus < processes:
+        fail("device", f"{processes} processes need a GPU each, not {gpus}: use --device cpu")
+    folder = Path(args.run_dir or "runs").absolute()
+    if not (args.resume or args.evaluate) and (folder / "checkpoint.pt").exists():
+        fail("run_dir", f"{folder} holds a run: --resume it, or choose another directory")
+    folder = next(path for path in (folder, *folder.parents) if path.exists())
+    if not (folder.is_dir() and os.access(folder, os.W_OK)):
+        fail("run_dir", f"cannot write in {folder}")
+    with warnings.catch_warnings(action="ignore"):
+        try_out(args)
+
+
+def try_out(args: Args) -> None:
+    """Use what the run will need once: what can fail in any way is best tried."""
+    flag = "env_id"
+    try:
+        env = gym.make(args.env_id)
+        if problem := wrong_space(env):
+            fail(flag, f"{args.env_id}: {problem}")
+        env.close()
+        if args.capture_video:
+            flag = "capture_video"
+            import moviepy  # noqa: F401
+
+            os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # drawing needs no screen
+            env = gym.make(args.env_id, render_mode="rgb_array")
+            env.reset(seed=args.seed)
+            np.asarray(env.render(), np.uint8)
+            env.close()
+        if args.track:
+            flag = "track"
+            import wandb
+
+            if os.environ.get("WANDB_MODE", "online") == "online" and not wandb.login(prompt=False):
+                fail(flag, "W&B has no key here: run `wandb login`, or set WANDB_MODE=offline")
+        if args.compile:
+            flag = "compile"
+            torch.compile(torch.sin)(torch.ones(1))
+    except gym.error.NameNotFound as error:
+        hint = "Atari: ppo_atari.py, ViZDoom: ppo_multidiscrete.py, your own: module:Name-v0"
+        fail(flag, f"{error} ({hint})")
+    except Exception as error:
+        missing = getattr(error, "name", None) if isinstance(error, ImportError) else None
+        fail(flag, f"{error}: pip install {missing}" if missing else str(error) or repr(error))
+
+
+def load(flag: str, run_dir: str) -> dict:
+    """Read a checkpoint. It holds tensors, numbers and strings only, so no code can hide in it."""
+    path = Path(run_dir, "checkpoint.pt")
+    if not path.exists():
+        fail(flag, f"there is no {path}")
+    try:
+        if zipfile.ZipFile(path).testzip():  # compares checksums, which torch.load does not
+            raise ValueError("wrong checksum")
+        run = torch.load(path, map_location="cpu", weights_only=True)
+        if (script := run["script"]) == SCRIPT:
+            run["args"] = Args(**run["args"])
+            assert run.keys() >= {"global_step", "agent", "optimizer", "rng"}
+    except Exception as error:  # a damaged file can fail in any way
+        fail(flag, f"{path} is damaged, or no checkpoint of {SCRIPT}.py: {type(error).__name__}")
+    if script != SCRIPT:
+        fail(flag, f"{path} was written by {script}.py: use that file")
+    return run
+
+
+def save(args: Args, run: dict, **state) -> dict:
+    """Write checkpoint.pt beside the old one, then rename: a kill leaves one of the two, whole."""
+    run = run | state | {"script": SCRIPT, "args": asdict(args)}
+    run["rng"] = gather([torch.get_rng_state(), *torch.cuda.get_rng_state_all()])
+    if RANK > 0:
+        return run
+    buffer = io.BytesIO()
+    torch.save(run, buffer)
+    path = Path(args.run_dir, "checkpoint.pt")
+    with open(path.with_suffix(".tmp"), "wb") as file:
+        file.write(buffer.getbuffer())
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(file.name, path)
+    return run
+
+
+def restore(run: dict, agent: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Put the network, optimizer and random state of a checkpoint in place."""
+    if "agent" in run:  # a new run has none
+        agent.load_state_dict(run["agent"])
+        optimizer.load_state_dict(run["optimizer"])
+        rng = run["rng"][RANK % len(run["rng"])]
+        torch.set_rng_state(rng[0])
+        if len(rng) == torch.cuda.device_count() + 1:
+            torch.cuda.set_rng_state_all(rng[1:])
+
+
+def pick_device(args: Args) -> torch.device:
+    """Choose the device, and set PyTorch up for it."""
+    device = args.device
+    if device == "auto":
+        device = next(d for d in AUTO_DEVICES if torch.get_device_module(d).device_count())
+    if device == "cuda" and args.torch_deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+    torch.set_num_threads(TORCH_THREADS)
+    return torch.device(device)
+
+
+def connect(device: torch.device) -> None:
+    """Join the other processes; one that torchrun did not start is a group of its own."""
+    if device.type == "cuda":
+        torch.cuda.set_device(LOCAL_RANK)
+    alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    if not dist.is_initialized():
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", **alone)
+
+
+def check_equal(agent: nn.Module) -> None:
+    """Raise an error unless all processes have the same weights."""
+    mine = torch.cat([parameter.detach().flatten() for parameter in agent.parameters()])
+    first = mine.clone()
+    dist.broadcast(first, 0)
+    equal = gather(bool(torch.equal(mine, first)))
+    if not all(equal):
+        raise FloatingPointError(f"the weights of processes {equal} have drifted apart")
+
+
+def open_run(args: Args) -> tuple[dict, SummaryWriter | None]:
+    """Open the run directory, a new one or the one to resume; say what is going to run."""
+    run = {"global_step": 0, "seconds": 0.0, "episodes": 0, "returns": [], "wandb_id": None}
+    if args.resume:
+        run = load("resume", args.resume)
+    if RANK > 0:
+        return run, None  # one process writes
+    name = re.sub("[/:]", "-", f"{args.env_id}__{SCRIPT}__{args.seed}__{int(time.time())}")
+    args.run_dir = args.resume or args.run_dir or f"runs/{name}"
+    os.makedirs(args.run_dir, exist_ok=True)
+    Path(args.run_dir, "args.json").write_text(json.dumps(asdict(args), indent=1))
+    shutil.copyfile(__file__, Path(args.run_dir, "source.py"))
+    if args.track:
+        import wandb
+
+        names = {"project": args.wandb_project_name, "entity": args.wandb_entity, "name": name}
+        wandb_run = {"id": run["wandb_id"], "resume": "allow", "config": asdict(args)}
+        run["wandb_id"] = wandb.init(**names, **wandb_run, sync_tensorboard=True, save_code=True).id
+    precision = getattr(args, "precision", "fp32")
+    print(shlex.join(["python", *sys.argv]))
+    choices = f"device {pick_device(args)}, torch threads {TORCH_THREADS}, precision {precision}"
+    print(f"{choices}, processes {WORLD_SIZE}", flush=True)
+    if args.resume:
+        print(f"going on after step {run['global_step']:,}; the environments start new episodes")
+    # purge_step takes back what was logged after the checkpoint
+    purge_step = run["global_step"] + 1 if args.resume else None
+    return run, SummaryWriter(args.run_dir, purge_step=purge_step)
+
+
+def log(args: Args, run: dict, writer: SummaryWriter | None, metrics: dict, last: bool) -> None:
+    """Write an iteration's metrics to TensorBoard, and keep the progress line up to date."""
+    run["returns"] = run["returns"][-100:]
+    if not writer:
+        return
+    step, sps, live = run["global_step"], run["global_step"] / run["seconds"], sys.stdout.isatty()
+    for name, value in {**metrics, "charts/SPS": sps}.items():
+        writer.add_scalar(name, value, step)
+    if last or time.time() - run.get("shown", 0) > (0.2 if live else 10):
+        run["shown"] = time.time()
+        mean = np.mean(run["returns"][-20:]) if run["returns"] else math.nan
+        goal = min(args.stop_at or math.inf, args.total_timesteps)
+        left = timedelta(seconds=int(max(0, goal - step) / sps))
+        line = f"{step:,} of {goal:,} steps | return {mean:.1f} | {sps:,.0f} SPS | {left} left"
+        start, end = ("\r\033[K", "\n" if last else "") if live else ("", "\n")
+        print(start + line, end=end, flush=True)
+
+
+def evaluate(args: Args, run: dict) -> list[float]:
+    """Play one whole game in each of --eval-episodes environments; returns the raw scores.
+
+    One game each, for the first games to end would be the short ones. Actions are sampled as in
+    training, but from a random stream of its own: evaluating changes no training.
+    """
+    print(f"playing {args.eval_episodes} games", flush=True)
+    device, scores = pick_device(args), {}
+    with torch.random.fork_rng(range(torch.cuda.device_count())), torch.inference_mode():
+        torch.manual_seed(args.seed)
+        envs, obs = make_envs(args, args.eval_episodes, args.seed + 10**9, frozen=run)
+        agent = Agent(envs, args).to(device)
+        agent.load_state_dict(run["agent"])
+        while len(scores) < args.eval_episodes and not STOP:
+            action = agent.get_action_and_value(torch.as_tensor(obs, device=device))[0]
+            obs, _, _, _, infos = envs.step(action.cpu().numpy())
+            for i, episodic_return, _ in finished_episodes(infos):
+                scores.setdefault(i, episodic_return)
+        envs.close()
+    scores = list(scores.values())
+    if scores:
+        print(f"score {np.mean(scores):.1f} ± {np.std(scores):.1f} over {len(scores)} games")
+    return scores
+
+
+def close_run(args: Args, run: dict, writer: SummaryWriter | None, finished: bool) -> dict:
+    """Evaluate a finished run, write result.json, and say what can be done next."""
+    dist.destroy_process_group()
+    if not writer:
+        return run
+    scores = evaluate(args, run) if finished and args.eval_episodes else []
+    result = {"steps": run["global_step"], "seconds": run["seconds"], "episodes": run["episodes"]}
+    result["sps"] = run["global_step"] / run["seconds"]
+    result["return_last100"] = float(np.mean(run["returns"])) if run["returns"] else None
+    result["eval_mean"] = float(np.mean(scores)) if scores else None
+    result["eval_std"] = float(np.std(scores)) if scores else None
+    result["finished"] = finished
+    Path(args.run_dir, "result.json").write_text(json.dumps(result, indent=1))
+    writer.close()
+    if args.track:
+        import wandb
+
+        wandb.finish()
+    run_dir, stop_at = shlex.quote(args.run_dir), args.stop_at or 0
+    flags = f" --stop-at {stop_at}" if stop_at > run["global_step"] else ""
+    flags = f" --total-timesteps {2 * args.total_timesteps}" if finished else flags
+    print(f"watch:  python {sys.argv[0]} --evaluate {run_dir} --capture-video")
+    label = "longer:" if finished else "go on: "
+    print(f"{label} python {sys.argv[0]} --resume {run_dir}{flags}")
+    print(f"curves: tensorboard --logdir {shlex.quote(str(Path(args.run_dir).parent))}")
+    return result
+
+
+def parse(argv: list[str] | None = None) -> Args:
+    """Read the command line; --resume and --evaluate start from the arguments that were saved."""
+    args = tyro.cli(Args, args=argv)
+    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
+    if restarted and args.run_dir and Path(args.run_dir, "checkpoint.pt").exists():
+        argv = [*(sys.argv[1:] if argv is None else argv), "--resume", args.run_dir]
+        args = tyro.cli(Args, args=argv)
+    flag = "resume" if args.resume else "evaluate"
+    if run_dir := getattr(args, flag):
+        run = load(flag, run_dir)
+        saved = replace(run["args"], resume=None, evaluate=None, stop_at=None, run_dir=run_dir)
+        if args.evaluate:  # the run may have been trained without an evaluation
+            saved.eval_episodes = saved.eval_episodes or Args.eval_episodes
+            saved.capture_video = False
+        args = tyro.cli(Args, args=argv, default=saved)
+        if (args.env_id, args.run_dir) != (saved.env_id, run_dir):
+            fail(flag, f"{run_dir} is a run of {saved.env_id}, and stays both")
+        batch_size = args.num_envs * args.num_steps
+        if args.resume and run["global_step"] // batch_size >= args.total_timesteps // batch_size:
+            fail(flag, f"{run_dir} is finished: go further with --total-timesteps")
+        if args.resume and args.stop_at and args.stop_at <= run["global_step"]:
+            fail("stop_at", f"{run_dir} is at step {run['global_step']} already")
+    check(args)
+    return args
+
+
+def request_stop(signum: int, frame: object) -> None:
+    """End the run after this iteration. A second signal ends it at once."""
+    print("\nstopping after this iteration; a second signal ends at once", flush=True)
+    STOP.append(signum)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, request_stop)
+    signal.signal(signal.SIGTERM, request_stop)
+    # a full disk is reported once, by what writes next, not by TensorBoard's thread too
+    threading.excepthook = lambda _: None
+    if RANK > 0:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+    args = parse()
+    try:
+        evaluate(args, load("evaluate", args.evaluate)) if args.evaluate else train(args)
+    except (FloatingPointError, OSError) as error:  # a gradient gone wrong, a full disk
+        sys.exit(f"error: {error}; what was saved in {args.run_dir} is kept")
