@@ -115,12 +115,25 @@ def runs_table() -> str:
     return table(head, rows)
 
 
+PEERS = {"sb3": "Stable-Baselines3", "sample_factory": "Sample Factory"}
+
+
 def speed_table() -> str:
-    head = ["what", "steps/s (median)", "Stable-Baselines3", "ratio (median of rounds)", "rounds"]
+    head = ["what", "steps/s", "beside", "ratio (rounds)", "of the bound", "memory", "first update"]
     rows = []
     for row in read_csv(ROOT / "results" / "speed.csv"):
-        keys = ("what", "ours", "peer", "ratio", "rounds")
-        rows.append([row[key] for key in keys])
+        what = f"`{row['what']}`, {row['task']}, {row['num_envs']} environments"
+        rows.append(
+            [
+                what.replace(", 1 environments", ", 1 environment"),
+                f"{int(row['ours']):,}",
+                f"{PEERS[row['peer']]} {int(row['theirs']):,}",
+                row["ratio"],
+                f"{float(row['share']):.0%}",
+                f"{int(row['memory_mb']):,} MB",
+                f"{row['startup_s']} s",
+            ]
+        )
     return table(head, rows)
 
 

@@ -1,0 +1,86 @@
+"""Steps per second of Sample Factory 2.1.1's APPO: sample_factory.py TASK SECONDS [FLAG ...].
+
+TASK: breakout or doom_basic. Asynchronous, on the CPU, with 2 workers of 4 environments, rollouts
+of 32 and batches of 256, one epoch; FLAGs come after these. Its own log says how many frames it had
+after how many seconds; the first third is left out, and 4 frames are one agent step. Runs in an
+environment of its own, which benchmarks/throughput.py makes.
+"""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+
+MAIN = {
+    # ale_py must be imported in every process, whose __main__ is this file
+    "breakout": "sf_examples.atari.train_atari",
+    "doom_basic": "sf_examples.vizdoom.train_vizdoom",
+}
+LINE = re.compile(r"Total num frames: (\d+)")
+
+
+def train(task: str, flags: list[str]) -> None:
+    import importlib
+
+    sys.argv = ["train", *flags]
+    importlib.import_module(MAIN[task]).main()
+
+
+def measure(task: str, seconds: float, flags: list[str]) -> float:
+    """Let it train for so long; agent steps per second between the log's entries."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, __file__, "--train", task, "--algo=APPO", "--device=cpu"]
+        command += [f"--env={'atari_breakout' if task == 'breakout' else task}"]
+        command += ["--experiment=speed", f"--train_dir={folder}", "--log_to_file=False"]
+        command += [
+            "--async_rl=True",
+            "--serial_mode=False",
+            "--decorrelate_envs_on_one_worker=False",
+        ]
+        command += ["--num_workers=2", "--num_envs_per_worker=4", "--worker_num_splits=2"]
+        command += ["--rollout=32", "--batch_size=256", "--num_batches_per_epoch=1"]
+        command += ["--num_epochs=1", "--save_every_sec=100000", *flags]
+        env = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        env |= {"WANDB_MODE": "disabled"}
+        process = subprocess.Popen(
+            command,
+            env=env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        seen: list[tuple[float, int]] = []
+        try:
+            for line in process.stdout:
+                if match := LINE.search(line):
+                    seen.append((time.perf_counter(), int(match[1])))
+                if seen and seen[-1][1] > 0 and seen[-1][0] - first_moving(seen) > seconds:
+                    break
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    moving = [entry for entry in seen if entry[1] > 0]
+    if len(moving) < 4:
+        sys.exit("error: Sample Factory did not train")
+    timed = moving[len(moving) // 3 :]
+    (t0, frames0), (t1, frames1) = timed[0], timed[-1]
+    return (frames1 - frames0) / 4 / (t1 - t0)
+
+
+def first_moving(seen: list[tuple[float, int]]) -> float:
+    return next(moment for moment, frames in seen if frames > 0)
+
+
+if __name__ != "__main__" or sys.argv[1] == "--train":
+    # Sample Factory's processes import this file again, and need the games
+    import ale_py  # noqa: F401
+
+if __name__ == "__main__":
+    if sys.argv[1] == "--train":
+        train(sys.argv[2], sys.argv[3:])
+    else:
+        print(measure(sys.argv[1], float(sys.argv[2]), sys.argv[3:]))

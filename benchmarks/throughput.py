@@ -1,0 +1,430 @@
+"""Steps per second beside other implementations, and beside what the machine allows.
+
+    python benchmarks/throughput.py                    # the main cases: 45 minutes
+    python benchmarks/throughput.py --quick            # once, shorter, nothing written: 5 minutes
+    python benchmarks/throughput.py --only bf16        # what has this in its name or task
+    python benchmarks/throughput.py --sizes            # 1 to 64 environments
+    python benchmarks/throughput.py --scaling          # Breakout, alone and with a policy
+
+Ours and the peer train the same thing with the same hyperparameters in turn, each in a process of
+its own, the peer in an environment of its own that is made here. What counts is the ratio within a
+round, since this hour and the next differ by more than two programs do. Set-up, compilation and the
+first updates are left out. The bound is what one process would reach if it did nothing but play,
+infer and learn, one after the other, at the rates that were measured in the same run:
+1 / (1 / environments + 1 / inference + epochs / training). Medians go to results/speed.csv, those
+of --scaling to results/scaling.csv.
+"""
+
+import argparse
+import dataclasses
+import importlib
+import itertools
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
+
+PEERS = {
+    "sb3": [
+        *("torch==2.13.0", "stable-baselines3==2.9.2", "gymnasium[atari,mujoco]==1.4.0"),
+        *("ale-py==0.12.1", "mujoco==4.0.0", "opencv-python-headless==5.0.0.93"),
+    ],
+    "sample_factory": [
+        *("torch==2.13.0", "sample-factory==2.1.1", "gymnasium[mujoco]==0.29.1", "mujoco<2.5"),
+        *("vizdoom<2.0", "setuptools<81", "ale-py==0.10.2"),
+    ],
+}
+BF16, COMPILE, ASYNC = ["--precision", "bf16"], ["--compile"], ["--vector-mode", "async"]
+HALVES = ["--async-envs"]
+
+
+@dataclasses.dataclass
+class Case:
+    script: str
+    task: str  # for the reader
+    num_envs: int
+    flags: list[str] = dataclasses.field(default_factory=list)
+    steps: int = 4096  # timed, after a quarter of them
+    peer: str = "sb3"
+    group: str = "main"  # or quick as well, or sizes
+
+    @property
+    def name(self) -> str:
+        return " ".join([f"{self.script}.py", *self.flags])
+
+
+def cases() -> list[Case]:
+    # Sample Factory's batch of 256 from rollouts of 32, seen once
+    one_epoch = ["--num-steps", "32", "--num-minibatches", "1", "--update-epochs", "1"]
+    found = [
+        Case("ppo", "CartPole", 4, steps=81920, group="quick"),
+        Case("ppo", "CartPole", 4, COMPILE, steps=81920),
+        Case("ppo_shared", "CartPole", 4, steps=81920),
+        Case("ppo_continuous", "HalfCheetah", 1, steps=20480, group="quick"),
+        Case("ppo_continuous", "HalfCheetah", 1, COMPILE, steps=20480),
+        Case("ppo_atari", "Breakout", 8, group="quick"),
+        Case("ppo_atari", "Breakout", 8, ASYNC),
+        Case("ppo_atari", "Breakout", 8, BF16),
+        Case("ppo_atari", "Breakout", 8, ASYNC + BF16),
+        Case("ppo_atari", "Breakout", 8, BF16 + COMPILE),
+        Case("envpool_ppo", "Breakout", 8),
+        Case("envpool_ppo", "Breakout", 8, BF16, group="quick"),
+        Case("envpool_ppo", "Breakout", 8, HALVES + BF16),
+        Case("envpool_ppo", "Breakout", 8, BF16 + COMPILE),
+        Case("envpool_ppo", "Breakout", 8, HALVES + BF16 + COMPILE),
+        Case("ppo_atari", "Breakout", 8, one_epoch, 16384, "sample_factory"),
+        Case("envpool_ppo", "Breakout", 8, HALVES + BF16 + one_epoch, 32768, "sample_factory"),
+    ]
+    for num_envs in (1, 4, 8, 16, 64):
+        found += [
+            Case("ppo", "CartPole", num_envs, steps=40960, group="sizes"),
+            Case("ppo_continuous", "HalfCheetah", num_envs, steps=20480, group="sizes"),
+            Case("ppo_atari", "Breakout", num_envs, BF16, group="sizes"),
+        ]
+    return found
+
+
+def arguments(case: Case):
+    """The script as a module, and its arguments as the command line would give them."""
+    script = importlib.import_module(case.script)
+    argv = ["--num-envs", str(case.num_envs), *case.flags]
+    return script, script.tyro.cli(script.Args, args=argv)
+
+
+def peer_python(peer: str) -> str:
+    """The interpreter of an environment with a peer, made at the first call."""
+    folder = ROOT / "benchmarks" / f".venv-{peer}"
+    python = folder / "bin" / "python"
+    if not (folder / "complete").exists():
+        print(f"installing {peer} in {folder.relative_to(ROOT)}", flush=True)
+        subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True)
+        for packages in (PEERS[peer][:1], PEERS[peer]):  # torch first: the others must take it
+            subprocess.run([python, "-m", "pip", "install", "-q", *packages], check=True)
+        (folder / "complete").touch()
+    return str(python)
+
+
+def tree_memory(pid: int) -> int:
+    """Megabytes of a process and its descendants; what they share is counted once."""
+    total, pids = 0, [pid]
+    while pids:
+        pid = pids.pop()
+        try:
+            rollup = Path(f"/proc/{pid}/smaps_rollup").read_text()
+            total += int(rollup.split("Pss:")[1].split()[0])
+            for task in Path(f"/proc/{pid}/task").iterdir():
+                pids += map(int, (task / "children").read_text().split())
+        except (OSError, IndexError):
+            continue  # it has just ended
+    return total // 1024
+
+
+def time_ours(case: Case) -> dict:
+    """Run a script as a user does; steps/s, memory in MB, seconds from the start to an update."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    _, args = arguments(case)
+    batch = args.num_envs * args.num_steps
+    warm, timed = (max(2, round(steps / batch)) for steps in (case.steps / 4, case.steps))
+    with tempfile.TemporaryDirectory() as folder:
+        total = ["--total-timesteps", str((warm + timed) * batch), "--eval-episodes", "0"]
+        command = [sys.executable, str(ROOT / f"{case.script}.py"), *case.flags, *total]
+        command += ["--num-envs", str(case.num_envs), "--run-dir", f"{folder}/run"]
+        start, memory = time.time(), 0
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        while process.poll() is None:
+            memory = max(memory, tree_memory(process.pid))
+            time.sleep(2)
+        if process.returncode:
+            sys.exit(process.stderr.read().decode())
+        events = EventAccumulator(f"{folder}/run").Reload().Scalars("charts/SPS")
+    first, last = (next(e for e in events if e.step >= warm * batch), events[-1])
+    # seconds since the start of training, from the average speed up to that step
+    seconds = last.step / last.value - first.step / first.value
+    startup = events[0].wall_time - start
+    return {"ours": (last.step - first.step) / seconds, "memory": memory, "startup": startup}
+
+
+def time_peer(case: Case) -> float:
+    """The peer's steps/s on the same task, with the same batch and as many passes over it."""
+    _, args = arguments(case)
+    batch = args.num_envs * args.num_steps
+    warm, timed = (max(2, round(steps / batch)) * batch for steps in (case.steps / 4, case.steps))
+    words = {
+        "sb3": (case.script, case.num_envs, warm, timed),
+        "sample_factory": (case.task.lower(), max(15, case.steps / 400)),
+    }
+    command = [peer_python(case.peer), str(ROOT / f"benchmarks/peers/{case.peer}.py")]
+    command += map(str, words[case.peer])
+    return float(subprocess.check_output(command, text=True).split()[-1])
+
+
+def rate(function, seconds: float) -> float:
+    """Calls per second, after a few that do not count."""
+    for _ in range(3):
+        function()
+    calls, start = 0, time.perf_counter()
+    while time.perf_counter() - start < seconds:
+        function()
+        calls += 1
+    return calls / (time.perf_counter() - start)
+
+
+def measure_parts(case: Case, seconds: float) -> dict:
+    """Steps/s of the environments alone and of inference alone; samples/s of training alone."""
+    import torch
+
+    script, args = arguments(case)
+    device = script.pick_device(args)
+    envs, obs = script.make_envs(args, args.num_envs, args.seed)
+    slices = getattr(envs, "slices", [slice(0, args.num_envs)])
+    chosen = [envs.action_space.sample() for _ in range(64)]
+
+    def play() -> None:
+        actions = chosen.pop()
+        chosen.insert(0, actions)
+        if len(slices) == 1:
+            envs.step(actions)
+            return
+        for p, here in enumerate(slices):
+            envs.send(actions[here], p)
+        for p in range(len(slices)):
+            envs.recv(p)
+
+    agent = script.Agent(envs, args).to(device)
+    optimizer = torch.optim.Adam(agent.parameters(), lr=1e-9, fused=True)
+    judge = agent.get_action_and_value
+    if args.compile:
+        judge = torch.compile(judge, dynamic=False)
+    minibatch = args.num_envs * args.num_steps // args.num_minibatches
+    few = torch.as_tensor(obs[slices[0]])
+    many = torch.as_tensor(obs).repeat_interleave(-(-minibatch // len(obs)), 0)[:minibatch]
+    actions = torch.as_tensor(envs.action_space.sample()[:1]).expand(
+        minibatch, *chosen[0].shape[1:]
+    )
+
+    @torch.inference_mode()
+    def infer() -> None:
+        judge(few)
+
+    def learn() -> None:
+        _, logprob, entropy, value = judge(many, actions)
+        optimizer.zero_grad()
+        (logprob.mean() + entropy.mean() + value.mean()).backward()
+        torch.nn.utils.clip_grad_norm_(agent.parameters(), 0.5)
+        optimizer.step()
+
+    parts = {"environments": args.num_envs * rate(play, seconds)}
+    parts["inference"] = len(few) * rate(infer, seconds)
+    parts["training"] = minibatch * rate(learn, seconds)
+    envs.close()
+    return {name: round(value) for name, value in parts.items()} | {"epochs": args.update_epochs}
+
+
+def parts_of(case: Case, seconds: float) -> dict:
+    """measure_parts in a process of its own: a library's threads outlive what used them."""
+    words = [sys.executable, __file__, "--parts", case.script, str(case.num_envs), str(seconds)]
+    pairs = subprocess.check_output([*words, *case.flags], text=True).splitlines()[-1].split()
+    return {name: float(value) for name, value in (pair.split("=") for pair in pairs)}
+
+
+def compare(group: list[Case], rounds: int, seconds: float):
+    """Yield the rows of results/speed.csv of cases that have one peer and one task.
+
+    A round is the peer, ours in turn, the peer again; what counts is the ratio to its mean.
+    """
+    found: list[list[dict]] = [[] for _ in group]
+    for _ in range(rounds):
+        before, results = time_peer(group[0]), []
+        for case in group:
+            results.append(time_ours(case) | parts_of(case, seconds))
+        peer = (before + time_peer(group[0])) / 2
+        for case, new, kept in zip(group, results, found, strict=True):
+            playing = 1 / new["environments"] + 1 / new["inference"]
+            new["bound"] = 1 / (playing + new["epochs"] / new["training"])
+            new |= {
+                "theirs": peer,
+                "ratio": new["ours"] / peer,
+                "share": new["ours"] / new["bound"],
+            }
+            kept.append(new)
+            print(
+                f"{case.name}, {case.task}, {case.num_envs}: {new['ours']:,.0f} steps/s, "
+                f"{new['ratio']:.2f} of {case.peer}, {new['share']:.0%} of the bound",
+                flush=True,
+            )
+    for case, results in zip(group, found, strict=True):
+        middle = {key: statistics.median(new[key] for new in results) for key in results[0]}
+        ratios = [new["ratio"] for new in results]
+        row = {"what": case.name, "task": case.task, "num_envs": case.num_envs}
+        row |= {"ours": round(middle["ours"]), "peer": case.peer}
+        row |= {"theirs": round(middle["theirs"])}
+        row |= {"ratio": f"{middle['ratio']:.2f} ({min(ratios):.2f} to {max(ratios):.2f})"}
+        row |= {name: round(middle[name]) for name in ("environments", "inference", "training")}
+        row |= {"bound": round(middle["bound"]), "share": f"{middle['share']:.2f}"}
+        row |= {"memory_mb": max(new["memory"] for new in results)}
+        yield row | {"startup_s": f"{middle['startup']:.1f}", "rounds": rounds}
+
+
+# a visit takes in what some environments have done, sends them on, and says how many they were
+def visit_all(envs, act):
+    """Visit a vector environment, all of it at once."""
+    obs = envs.reset()
+    obs = obs[0] if isinstance(obs, tuple) else obs
+
+    def visit() -> int:
+        nonlocal obs
+        obs = envs.step(act(obs))[0]
+        return len(obs)
+
+    return visit
+
+
+def visit_halves(envs, act):
+    """Visit one half of envpool_ppo.py's environments after the other."""
+    obs, turns = envs.reset(), itertools.count()
+    for p, here in enumerate(envs.slices):
+        envs.send(act(obs[here]), p)
+
+    def visit() -> int:
+        p = next(turns) % 2
+        obs = envs.recv(p)[0]
+        envs.send(act(obs), p)
+        return len(obs)
+
+    return visit
+
+
+def visit_first(pool, act):
+    """Visit the environments of EnvPool that are ready first: its own asynchronous mode."""
+    pool.async_reset()
+
+    def visit() -> int:
+        obs, *_, info = pool.recv()
+        pool.send(act(obs), info["env_id"])
+        return len(obs)
+
+    return visit
+
+
+def scaling_rows(seconds: float):
+    """Yield rows of results/scaling.csv: Breakout, by kind of vector environment and number."""
+    import ale_py
+    import envpool
+    import gymnasium as gym
+    import numpy as np
+    import torch
+
+    gym.register_envs(ale_py)
+    cores = len(os.sched_getaffinity(0))
+    script, args = arguments(Case("ppo_atari", "Breakout", 8, BF16))
+    script.pick_device(args)
+    spaces = argparse.Namespace(single_action_space=gym.spaces.Discrete(4))
+    agent = script.Agent(spaces, args)
+
+    def at_random(obs):
+        return np.random.randint(0, 4, len(obs)).astype(np.int32)
+
+    @torch.inference_mode()
+    def by_policy(obs):
+        return agent.get_action_and_value(torch.as_tensor(obs))[0].numpy()
+
+    def own(name, flags):
+        script, args = arguments(Case(name, "Breakout", n, flags))
+        return script.make_envs(args, n, 1)[0]
+
+    def pool(**sizes):
+        return envpool.make_gymnasium("Breakout-v5", num_envs=n, num_threads=threads, **sizes)
+
+    both, alone = (1, cores) if cores > 1 else (1,), (1,)
+    kinds = {
+        # name: (threads, smallest and largest number, how to make them, how to visit them)
+        "ppo_atari.py": (alone, 1, 256, lambda: own("ppo_atari", []), visit_all),
+        "ppo_atari.py --vector-mode async": (
+            *(alone, 1, 64),
+            *(lambda: own("ppo_atari", ASYNC), visit_all),
+        ),
+        "ale-py's vector environment": (
+            *(both, 1, 256),
+            lambda: gym.make_vec("ALE/Breakout-v5", num_envs=n, num_threads=threads),
+            visit_all,
+        ),
+        "EnvPool": (both, 1, 256, pool, visit_all),
+        "EnvPool, whichever half is ready": (
+            *(both, 2, 256),
+            *(lambda: pool(batch_size=n // 2), visit_first),
+        ),
+        "envpool_ppo.py": (
+            *(both, 1, 256),
+            *(lambda: own("envpool_ppo", ["--num-threads", str(threads)]), visit_all),
+        ),
+        "envpool_ppo.py --async-envs": (
+            *(both, 2, 256),
+            *(lambda: own("envpool_ppo", [*HALVES, "--num-threads", str(threads)]), visit_halves),
+        ),
+    }
+    for n, kind in itertools.product((1, 2, 4, 8, 16, 32, 64, 128, 256), kinds):
+        thread_counts, smallest, largest, make, visiting = kinds[kind]
+        for threads in thread_counts if smallest <= n <= largest else ():
+            row = {"kind": kind, "num_envs": n, "threads": threads}
+            before = tree_memory(os.getpid())
+            for name, act in (("alone", at_random), ("with_policy", by_policy)):
+                envs = make()
+                visit = visiting(envs, act)
+                row[name] = round(visit() * rate(visit, seconds))
+                row["memory_mb"] = tree_memory(os.getpid()) - before
+                envs.close()
+            print(row, flush=True)
+            yield row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=3, help="times that both run, in turn")
+    parser.add_argument("--only", default="", help="only cases with this in file, flags or task")
+    parser.add_argument("--quick", action="store_true", help="one short round, nothing written")
+    parser.add_argument("--sizes", action="store_true", help="the cases that vary num_envs")
+    parser.add_argument("--scaling", action="store_true", help="environments by kind and number")
+    if sys.argv[1:2] == ["--parts"]:  # of one case, in this process
+        script, num_envs, seconds, *flags = sys.argv[2:]
+        parts = measure_parts(Case(script, "", int(num_envs), flags), float(seconds))
+        print(*(f"{name}={value}" for name, value in parts.items()))
+        return
+    args = parser.parse_args()
+    from record import git, machine, read_csv, write_csv
+
+    origin = {"commit": git("rev-parse", "--short", "HEAD").strip(), "machine": machine()}
+    if args.scaling:
+        rows = [row | origin for row in scaling_rows(0.3 if args.quick else 2.0)]
+        if not args.quick:
+            write_csv(ROOT / "results" / "scaling.csv", rows, list(rows[0]))
+        return
+    path = ROOT / "results" / "speed.csv"
+    key = ("what", "task", "num_envs", "peer")
+    order = [(case.name, case.task, str(case.num_envs), case.peer) for case in cases()]
+    wanted = {"sizes"} if args.sizes else {"quick"} if args.quick else {"quick", "main"}
+    groups: dict[tuple, list[Case]] = {}
+    for case in cases():
+        if args.only in f"{case.name}, {case.task}" and case.group in wanted:
+            case.steps //= 4 if args.quick else 1
+            groups.setdefault((case.task, case.num_envs, case.peer), []).append(case)
+    for group in groups.values():
+        rounds, seconds = (1, 0.5) if args.quick else (args.rounds, 3.0)
+        for row in compare(group, rounds, seconds):
+            if args.quick:
+                continue
+            old = [old for old in read_csv(path) if any(old[k] != str(row[k]) for k in key)]
+            rows = sorted(
+                [*old, row | origin], key=lambda r: order.index(tuple(str(r[k]) for k in key))
+            )
+            write_csv(path, rows, list(row | origin))
+
+
+if __name__ == "__main__":
+    main()
