@@ -160,7 +160,7 @@ def time_peer(case: Case) -> float:
         "sb3": (case.script, case.num_envs, warm, timed),
         "sample_factory": (case.task.lower(), max(15, case.steps / 400)),
     }
-    command = [peer_python(case.peer), str(ROOT / f"benchmarks/peers/{case.peer}.py")]
+    command = [peer_python(case.peer), str(ROOT / f"benchmarks/peers/peer_{case.peer}.py")]
     command += map(str, words[case.peer])
     return float(subprocess.check_output(command, text=True).split()[-1])
 

@@ -1,4 +1,4 @@
-"""Steps per second of Sample Factory 2.1.1's APPO: sample_factory.py TASK SECONDS [FLAG ...].
+"""Steps per second of Sample Factory 2.1.1's APPO: peer_sample_factory.py TASK SECONDS [FLAG ...].
 
 TASK: breakout or doom_basic. Asynchronous, on the CPU, with 2 workers of 4 environments, rollouts
 of 32 and batches of 256, one epoch; FLAGs come after these. Its own log says how many frames it had

@@ -1,4 +1,4 @@
-"""Steps per second of Stable-Baselines3's PPO: sb3.py SCRIPT NUM_ENVS WARM STEPS.
+"""Steps per second of Stable-Baselines3's PPO: peer_sb3.py SCRIPT NUM_ENVS WARM STEPS.
 
 Trains what SCRIPT trains, with its hyperparameters; prints one number. Runs in an environment of
 its own, which benchmarks/throughput.py makes.

@@ -1,0 +1,127 @@
+"""Say whether returns or speed have moved beyond noise: compare.py OLD.csv NEW.csv [--level 0.95].
+
+    git show HEAD~5:results/runs.csv > /tmp/old.csv
+    python benchmarks/compare.py /tmp/old.csv results/runs.csv      # returns, by environment
+    python benchmarks/compare.py old_speed.csv results/speed.csv    # speed, by case
+
+Returns: Welch's interval of the difference of the means over seeds (return_last100), so each side
+needs two seeds or more; 3 a side show a collapse and little else (to see a difference of one
+standard deviation with a power of 80 % takes 17). --margin M asks the other question: are both
+the same within M (two one-sided tests at 5 %)? Speed: the ratios to the peer, whose smallest and
+largest over the rounds are in the file; they have moved where these ranges are apart. Exit code 1
+if anything got worse (with --margin: if anything is not shown to be the same).
+"""
+
+import argparse
+import csv
+import re
+import statistics
+import sys
+from pathlib import Path
+
+from scipy import stats
+
+
+def read(path: Path) -> list[dict]:
+    try:
+        with open(path, newline="") as file:
+            return list(csv.DictReader(file))
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        print(f"error: {path}: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+def scores(rows: list[dict]) -> dict[str, list[float]]:
+    """Returns of the last 100 episodes of all seeds, by the run's name less the seed."""
+    found: dict[str, list[float]] = {}
+    for row in rows:
+        name = row["run"].split("__")
+        name[2] = f"{int(row['steps']):,} steps"
+        if row["return_last100"]:
+            found.setdefault(" ".join(name), []).append(float(row["return_last100"]))
+    return found
+
+
+def difference(old: list[float], new: list[float], level: float) -> tuple[float, float, float]:
+    """Difference of the means, new less old, and Welch's confidence interval of it."""
+    result = stats.ttest_ind(new, old, equal_var=False)
+    interval = result.confidence_interval(level)
+    return statistics.mean(new) - statistics.mean(old), interval.low, interval.high
+
+
+def compare_returns(old: list[dict], new: list[dict], level: float, margin: float | None) -> bool:
+    """Print a line for each environment in both; returns whether all is well."""
+    before, after = scores(old), scores(new)
+    well = True
+    for name in sorted(before.keys() & after.keys()):
+        a, b = before[name], after[name]
+        line = f"{name}: {statistics.mean(a):.1f} ({len(a)} seeds) -> {statistics.mean(b):.1f}"
+        line += f" ({len(b)} seeds)"
+        if sorted(a) == sorted(b):
+            print(f"{line}: the same runs")
+            continue
+        if min(len(a), len(b)) < 2:
+            print(f"{line}: two seeds a side are needed to tell")
+            well = well and margin is None
+            continue
+        # 90 % for two one-sided tests at 5 %
+        change, low, high = difference(a, b, level if margin is None else 0.9)
+        line += f", difference {change:+.1f} ({low:+.1f} to {high:+.1f})"
+        if margin is not None:
+            same = -margin < low and high < margin
+            print(f"{line}: {'the same' if same else 'not shown to be the same'} within {margin:g}")
+            well = well and same
+        else:
+            verdict = "worse" if high < 0 else "better" if low > 0 else "no difference shown"
+            print(f"{line}: {verdict}")
+            well = well and high >= 0
+    return well
+
+
+def compare_speed(old: list[dict], new: list[dict]) -> bool:
+    """Print a line for each case in both; returns whether none is slower."""
+
+    def ratios(rows):
+        key = ("what", "task", "num_envs", "peer")
+        return {
+            " ".join(row[k] for k in key): [*map(float, re.findall(r"[\d.]+", row["ratio"]))]
+            for row in rows
+        }
+
+    before, after, well = ratios(old), ratios(new), True
+    for name in sorted(before.keys() & after.keys()):
+        (a, a_low, a_high), (b, b_low, b_high) = before[name], after[name]
+        verdict = "slower" if b_high < a_low else "faster" if b_low > a_high else "within noise"
+        print(f"{name}: {a:.2f} ({a_low} to {a_high}) -> {b:.2f} ({b_low} to {b_high}): {verdict}")
+        well = well and verdict != "slower"
+    return well
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("old", type=Path)
+    parser.add_argument("new", type=Path)
+    parser.add_argument("--level", type=float, default=0.95, help="of the confidence interval")
+    parser.add_argument("--margin", type=float, help="ask whether both are the same within this")
+    args = parser.parse_args()
+    old, new = read(args.old), read(args.new)
+    kinds = [
+        "returns"
+        if {"run", "steps", "return_last100"} <= rows[0].keys()
+        # as benchmarks/throughput.py writes it
+        else "speed"
+        if {"what", "task", "num_envs", "peer", "ratio"} <= rows[0].keys()
+        else None
+        for rows in (old, new)
+        if rows
+    ]
+    if len(kinds) < 2 or kinds[0] != kinds[1] or not kinds[0]:
+        print("error: both files must be runs.csv, or both speed.csv, with rows", file=sys.stderr)
+        return 2
+    if kinds[0] == "speed":
+        return 0 if compare_speed(old, new) else 1
+    return 0 if compare_returns(old, new, args.level, args.margin) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

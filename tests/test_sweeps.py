@@ -1,0 +1,301 @@
+"""The sweeps are W&B's, and run without it; runs and timings are compared by their noise."""
+
+import csv
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+from conftest import ROOT, TINY, load_script
+
+SWEEPS = sorted((ROOT / "sweeps").glob("*.yaml"))
+REPRODUCE, COMPARE = ROOT / "benchmarks/reproduce.py", ROOT / "benchmarks/compare.py"
+# https://docs.wandb.ai/models/sweeps/sweep-config-keys (W&B ships no schema)
+KEYS = {
+    *("program", "entity", "project", "description", "name", "method", "metric", "parameters"),
+    *("early_terminate", "command", "run_cap"),
+}
+METHODS = {"grid", "random", "bayes"}
+MACROS = {"${env}", "${interpreter}", "${program}", "${args}"}
+
+each_sweep = pytest.mark.parametrize("path", SWEEPS, ids=lambda path: path.stem)
+
+
+def load(path: Path):
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+reproduce = load(REPRODUCE)
+
+
+@each_sweep
+def test_sweep_is_one_of_wandbs(path):
+    sweep = yaml.safe_load(path.read_text())
+    assert sweep.keys() <= KEYS and {"program", "method", "parameters", "command"} <= sweep.keys()
+    assert sweep["name"] == path.stem and sweep["method"] == "grid" and sweep["method"] in METHODS
+    assert sweep["metric"] == {"name": "charts/episodic_return", "goal": "maximize"}
+    for parameter in sweep["parameters"].values():
+        assert parameter.keys() in ({"value"}, {"values"})
+    words = sweep["command"]
+    assert set(words) >= MACROS and {w for w in words if w.startswith("$")} == MACROS
+    assert words[:3] == ["${env}", "${interpreter}", "${program}"] and words[-1] == "${args}"
+
+
+@each_sweep
+def test_sweep_fits_its_script(path):
+    """Every name is an argument of the script, every value of its type, no flag has a value."""
+    sweep = yaml.safe_load(path.read_text())
+    script = load_script(Path(sweep["program"]).stem)
+    for cell in reproduce.cells(sweep):
+        words = reproduce.agent_command(sweep, cell)[3:]
+        args = script.tyro.cli(script.Args, args=words)
+        assert args.track
+        for name, value in cell.items():
+            assert getattr(args, name.replace("-", "_")) == value and not isinstance(value, bool)
+    assert sweep["parameters"]["seed"]["values"][:3] == [1, 2, 3]
+    assert script.Args.wandb_project_name == sweep["project"]
+
+
+@each_sweep
+def test_an_agents_command_trains(path, tmp_path):
+    """The words that `wandb agent` would start, with the steps cut."""
+    sweep = yaml.safe_load(path.read_text())
+    name = Path(sweep["program"]).stem
+    cell = reproduce.cells(sweep | {"parameters": dict(sweep["parameters"])})[0]
+    words = reproduce.agent_command(sweep | {"program": str(ROOT / sweep["program"])}, cell)
+    cut = TINY[name] | {"eval_episodes": 0, "run_dir": "run"}
+    words += [f"--{key.replace('_', '-')}={value}" for key, value in cut.items()]
+    env = os.environ | {"WANDB_MODE": "offline", "OMP_NUM_THREADS": "1"}
+    env["PATH"] = f"{Path(sys.executable).parent}:{env['PATH']}"
+    done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "run/result.json").read_text())["finished"]
+    assert list((tmp_path / "wandb").glob("offline-run-*"))
+
+
+def test_the_57_games_but_one():
+    sweep = yaml.safe_load((ROOT / "sweeps/atari57.yaml").read_text())
+    games = sweep["parameters"]["env-id"]["values"]
+    import ale_py
+    import gymnasium as gym
+
+    gym.register_envs(ale_py)
+    assert len(games) == len(set(games)) == 56 and set(games) <= set(gym.registry)
+    assert "SurroundNoFrameskip-v4" not in gym.registry
+
+
+# the local runner
+
+SMALL = {
+    "program": "ppo.py",
+    "method": "grid",
+    "parameters": {
+        "env-id": {"values": ["CartPole-v1", "Acrobot-v1"]},
+        "seed": {"values": [1, 2]},
+        "total-timesteps": {"value": 2048},
+    },
+    "command": ["${env}", "${interpreter}", "${program}", "--track", "--no-anneal-lr", "${args}"],
+}
+
+
+def start(tmp_path: Path, sweep: dict, *flags: str) -> subprocess.Popen:
+    (tmp_path / "small.yaml").write_text(yaml.safe_dump(sweep, sort_keys=False))
+    return subprocess.Popen(
+        [sys.executable, REPRODUCE, "small.yaml", *flags],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def finish(process: subprocess.Popen) -> tuple[int, str]:
+    output = process.communicate(timeout=240)[0]
+    return process.returncode, output
+
+
+def wait_for(condition, seconds: float = 90) -> None:
+    end = time.time() + seconds
+    while not condition():
+        assert time.time() < end
+        time.sleep(0.05)
+
+
+def test_reproduce_runs_each_cell_once(tmp_path):
+    code, output = finish(start(tmp_path, SMALL, "--jobs", "2", "--", "--eval-episodes", "1"))
+    assert code == 0 and output.splitlines()[-1] == "4 of 4 done, 0 running"
+    results = sorted((tmp_path / "runs/small").glob("*/result.json"))
+    assert [path.parent.name for path in results] == [
+        f"{env}-v1__ppo__{seed}" for env in ("Acrobot", "CartPole") for seed in (1, 2)
+    ]
+    for path in results:
+        args = json.loads(path.with_name("args.json").read_text())
+        assert args["env_id"] in path.parent.name and path.parent.name.endswith(str(args["seed"]))
+        assert (args["anneal_lr"], args["eval_episodes"], args["track"]) == (False, 1, False)
+        assert "torch threads 1" in path.parent.with_name(path.parent.name + ".log").read_text()
+    # all is done: a second call starts nothing
+    before = [path.stat().st_mtime_ns for path in results]
+    code, output = finish(start(tmp_path, SMALL))
+    assert code == 0 and output.splitlines() == ["4 of 4 done, 0 running"]
+    assert [path.stat().st_mtime_ns for path in results] == before
+
+
+def test_reproduce_goes_on_after_ctrl_c(tmp_path):
+    two = SMALL["parameters"] | {"env-id": {"value": "CartPole-v1"}}
+    sweep = SMALL | {"parameters": two | {"total-timesteps": {"value": 40_000}}}
+    process = start(tmp_path, sweep, "--jobs", "2", "--", "--eval-episodes", "0")
+    runs = tmp_path / "runs/small"
+    wait_for(lambda: len(list(runs.glob("*/checkpoint.pt"))) == 2)
+    process.send_signal(signal.SIGINT)
+    code, output = finish(process)
+    assert code == 0 and "0 of 2 done, 0 running" in output
+    stopped = {p.parent.name: json.loads(p.read_text()) for p in runs.glob("*/result.json")}
+    assert len(stopped) == 2 and all(0 < r["steps"] < 40_000 for r in stopped.values())
+    code, output = finish(start(tmp_path, sweep, "--", "--eval-episodes", "0"))
+    assert code == 0 and "2 of 2 done" in output
+    for name in stopped:
+        assert "going on after step" in (runs / f"{name}.log").read_text()
+        assert json.loads((runs / name / "result.json").read_text())["steps"] > 39_000
+
+
+def test_reproduce_never_runs_a_cell_twice(tmp_path):
+    """A runner that is killed leaves its runs alive: the next one must leave them alone."""
+    one = SMALL["parameters"] | {"env-id": {"value": "CartPole-v1"}, "seed": {"value": 1}}
+    sweep = SMALL | {"parameters": one | {"total-timesteps": {"value": 50_000}}}
+    first = start(tmp_path, sweep, "--", "--eval-episodes", "0")
+    checkpoint = tmp_path / "runs/small/CartPole-v1__ppo__1/checkpoint.pt"
+    wait_for(checkpoint.exists)
+    first.kill()
+    first.communicate()
+    code, output = finish(start(tmp_path, sweep, "--", "--eval-episodes", "0"))
+    assert "CartPole-v1__ppo__1 is being trained by another process" in output and code == 0
+    assert "0 of 1 done" in output
+    wait_for(checkpoint.with_name("result.json").exists)
+    log = (tmp_path / "runs/small/CartPole-v1__ppo__1.log").read_text()
+    assert log.count("device cpu") == 1 and "going on after step" not in log
+
+
+def test_reproduce_records_a_failure_and_goes_on(tmp_path):
+    parameters = SMALL["parameters"] | {"env-id": {"values": ["NoSuch-v1", "CartPole-v1"]}}
+    code, output = finish(start(tmp_path, SMALL | {"parameters": parameters}))
+    assert code == 1 and "2 of 4 done, 0 running, 2 failed" in output
+    assert "NoSuch-v1__ppo__1 failed" in output and "error: --env-id" in output
+
+
+@pytest.mark.parametrize(
+    ("text", "flags", "message"),
+    [
+        (None, [], "there is no small.yaml"),
+        ("program: [", [], "is no sweep with a grid"),
+        ("program: ppo.py", [], "is no sweep with a grid"),
+        (yaml.safe_dump(SMALL), ["--jobs", "0"], "--jobs: 0 is less than 1"),
+    ],
+)
+def test_reproduce_refuses(text, flags, message, tmp_path):
+    if text:
+        (tmp_path / "small.yaml").write_text(text)
+    command = [sys.executable, REPRODUCE, "small.yaml", *flags]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 2 and message in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+# the regression guard
+
+
+def write(path: Path, rows: list[dict]) -> Path:
+    with open(path, "w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+    return path
+
+
+def runs(path: Path, scores: list[float]) -> Path:
+    return write(
+        path,
+        [
+            {"run": f"CartPole-v1__ppo__{i}", "steps": 1000, "return_last100": score}
+            for i, score in enumerate(scores)
+        ],
+    )
+
+
+@pytest.fixture
+def compare(monkeypatch, capsys):
+    """Call compare.py with a command line; returns its exit code and what it prints."""
+    module = load(COMPARE)
+
+    def call(*words: object) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", ["compare.py", *map(str, words)])
+        try:
+            code = module.main()
+        except SystemExit as end:
+            code = end.code
+        return code, "".join(capsys.readouterr())
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("new", "code", "verdict"),
+    [
+        ([480, 470, 490], 0, "the same runs"),
+        ([478, 475, 488], 0, "no difference shown"),
+        ([200, 210, 190], 1, "worse"),
+        ([700, 710, 690], 0, "better"),
+        ([480], 0, "two seeds a side are needed"),
+    ],
+)
+def test_compare_returns(compare, new, code, verdict, tmp_path):
+    old = runs(tmp_path / "old.csv", [490, 480, 470])
+    found, output = compare(old, runs(tmp_path / "new.csv", new))
+    assert found == code and verdict in output
+
+
+def test_compare_returns_by_welchs_interval(compare, tmp_path):
+    from scipy import stats
+
+    a, b = [10.0, 12.0, 15.0], [11.0, 19.0, 16.0, 17.0]
+    _, output = compare(runs(tmp_path / "a.csv", a), runs(tmp_path / "b.csv", b))
+    interval = stats.ttest_ind(b, a, equal_var=False).confidence_interval(0.95)
+    assert f"({interval.low:+.1f} to {interval.high:+.1f})" in output
+
+
+def test_compare_equivalence(compare, tmp_path):
+    """Not to find a difference is no proof that there is none: that takes a margin."""
+    old = runs(tmp_path / "old.csv", [490, 480, 470])
+    new = runs(tmp_path / "new.csv", [478, 475, 488])
+    assert compare(old, new, "--margin", 40)[0] == 0
+    code, output = compare(old, new, "--margin", 5)
+    assert code == 1 and "not shown to be the same within 5" in output
+
+
+@pytest.mark.parametrize(
+    ("ratio", "code", "verdict"),
+    [
+        ("1.40 (1.30 to 1.50)", 0, "within noise"),
+        ("1.00 (0.90 to 1.10)", 1, "slower"),
+        ("2.00 (1.90 to 2.10)", 0, "faster"),
+    ],
+)
+def test_compare_speed(compare, ratio, code, verdict, tmp_path):
+    row = {"what": "ppo.py", "task": "CartPole", "num_envs": 4, "peer": "sb3"}
+    old = write(tmp_path / "old.csv", [row | {"ratio": "1.35 (1.25 to 1.45)"}])
+    found, output = compare(old, write(tmp_path / "new.csv", [row | {"ratio": ratio}]))
+    assert found == code and verdict in output
+
+
+def test_compare_refuses_other_files(compare, tmp_path):
+    old = runs(tmp_path / "old.csv", [1, 2])
+    assert compare(old, tmp_path / "missing.csv")[0] == 2
+    code, output = compare(old, write(tmp_path / "new.csv", [{"x": 1}]))
+    assert code == 2 and "both files must be" in output
