@@ -28,6 +28,7 @@ from pathlib import Path
 import yaml
 
 ROOT = Path(__file__).resolve().parent.parent
+CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 PROGRESS = re.compile(r"([\d,]+) of ([\d,]+) steps \| return (\S+) \| ([\d,]+) SPS")
 
 
@@ -74,12 +75,11 @@ def cell_name(sweep: dict, cell: dict) -> str:
 
 
 class Cell:
-    """A run of the sweep: its directory, its command, and its process while there is one."""
+    """A run: its directory, its command, and its process while there is one."""
 
-    def __init__(self, sweep: dict, values: dict, folder: Path, extra: list[str]):
-        self.name = cell_name(sweep, values)
-        self.run_dir, self.log = folder / self.name, folder / f"{self.name}.log"
-        self.command = local_command(sweep, values, extra)
+    def __init__(self, name: str, command: list[str], folder: Path):
+        self.name, self.command = name, command
+        self.run_dir, self.log = folder / name, folder / f"{name}.log"
         self.process, self.failed = None, False
 
     def done(self) -> bool:
@@ -192,7 +192,7 @@ def main() -> int:
         description=__doc__.splitlines()[0], usage="%(prog)s SWEEP [options] [-- SCRIPT FLAGS]"
     )
     parser.add_argument("sweep", type=Path, help="a file in sweeps/")
-    parser.add_argument("--jobs", type=int, help="runs at a time; default: one for each core")
+    parser.add_argument("--jobs", type=int, default=CORES, help="runs at a time; default: cores")
     parser.add_argument("--out", type=Path, help="where runs are kept; default: runs/SWEEP")
     parser.add_argument("--list", action="store_true", help="show the commands, start nothing")
     argv = sys.argv[1:]
@@ -200,14 +200,13 @@ def main() -> int:
     args, extra = parser.parse_args(argv[:split]), argv[split + 1 :]
     if not args.sweep.is_file():
         fail(f"there is no {args.sweep}")
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    jobs = cores if args.jobs is None else args.jobs
-    if jobs < 1:
-        fail(f"--jobs: {jobs} is less than 1")
+    if args.jobs < 1:
+        fail(f"--jobs: {args.jobs} is less than 1")
     try:
         sweep = yaml.safe_load(args.sweep.read_text())
+        folder = args.out or Path("runs") / args.sweep.stem
         pool = [
-            Cell(sweep, values, args.out or Path("runs") / args.sweep.stem, extra)
+            Cell(cell_name(sweep, values), local_command(sweep, values, extra), folder)
             for values in cells(sweep)
         ]
     except (yaml.YAMLError, KeyError, TypeError, AttributeError) as error:
@@ -218,7 +217,7 @@ def main() -> int:
             state = "done" if cell.done() else f"{done:,} of {total:,}" if done else "to do"
             print(f"{state:>22}  {shlex.join(['python', *cell.command[1:]])}")
         return 0
-    return run(pool, jobs)
+    return run(pool, args.jobs)
 
 
 if __name__ == "__main__":

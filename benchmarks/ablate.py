@@ -1,0 +1,137 @@
+"""What does a detail buy? Train without it, and compare: python benchmarks/ablate.py [--task ...].
+
+Every detail in details.toml has a mutation that switches it off, marked `ablate`. Here the mutated
+scripts are trained like the whole one: the same arguments, the same seeds, one detail less. Runs
+stay in runs/ablations and go on where they were if this is called again. Rows go to
+results/ablations.csv, the picture to results/ablations.png (needs the `bench` extra).
+
+    python benchmarks/ablate.py --task CartPole-v1               # about 15 minutes on 2 cores
+    python benchmarks/ablate.py --task HalfCheetah-v4            # about 2 hours
+    python benchmarks/ablate.py --only "core 7" --seeds 10
+
+Three seeds show a detail without which nothing is learned, not one that buys a few percent.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import tomllib
+from pathlib import Path
+
+import reproduce
+
+ROOT = reproduce.ROOT
+sys.path.insert(0, str(ROOT / "scripts"))
+TASKS = {"CartPole-v1": ("ppo", 100_000), "HalfCheetah-v4": ("ppo_continuous", 200_000)}
+WHOLE = "all details"
+
+
+def mutants(script: str, only: str) -> dict[str, str]:
+    """The script's source by what it lacks: nothing, or one of the details."""
+    source = (ROOT / f"{script}.py").read_text()
+    found = {WHOLE: source}
+    for detail in tomllib.loads((ROOT / "details.toml").read_text())["details"]:
+        for mutation in detail["mutations"]:
+            files = mutation.get("files", detail["files"])
+            if not mutation.get("ablate") or script not in files or only not in detail["id"]:
+                continue
+            if detail["id"].startswith(("aux", "beyond")):
+                continue  # off by default: there is nothing to take away
+            assert source.count(mutation["old"]) == 1
+            lacking = f"{detail['id']} {detail['name']}"
+            found[lacking] = source.replace(mutation["old"], mutation["new"])
+    return found
+
+
+def make_cells(task: str, only: str, seeds: int, out: Path) -> dict[str, list[reproduce.Cell]]:
+    script, steps = TASKS[task]
+    found: dict[str, list[reproduce.Cell]] = {}
+    for lacking, source in mutants(script, only).items():
+        folder = out / task / " ".join(lacking.split()[:2]).replace(" ", "-")
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"{script}.py"  # under its own name, which checkpoints carry
+        if not path.exists() or path.read_text() != source:
+            if any(folder.glob("*/checkpoint.pt")):
+                sys.exit(f"error: {folder} holds runs of older code: move it away")
+            path.write_text(source)
+        command = [sys.executable, str(path), "--env-id", task, "--total-timesteps", str(steps)]
+        found[lacking] = [
+            reproduce.Cell(
+                f"seed-{seed}", [*command, "--seed", str(seed), "--eval-episodes", "0"], folder
+            )
+            for seed in range(1, seeds + 1)
+        ]
+    return found
+
+
+def draw(rows: list[dict]) -> None:
+    """Each detail's runs as dots, its mean as a line, the whole algorithm's range behind them."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    tasks = [task for task in TASKS if any(row["task"] == task for row in rows)]
+    heights = [len({row["lacking"] for row in rows if row["task"] == task}) for task in tasks]
+    figure, panels = plt.subplots(
+        len(tasks), figsize=(8, 0.28 * sum(heights) + 1.2 * len(tasks)), dpi=150, squeeze=False,
+        gridspec_kw={"height_ratios": heights},
+    )  # fmt: skip
+    for task, axes in zip(tasks, panels[:, 0], strict=True):
+        by_detail: dict[str, list[float]] = {}
+        for row in rows:
+            if row["task"] == task:
+                by_detail.setdefault(row["lacking"], []).append(float(row["return_last100"]))
+        names = list(by_detail)[::-1]
+        whole = by_detail[WHOLE]
+        axes.axvspan(min(whole), max(whole), color="0.92", zorder=0)
+        for y, name in enumerate(names):
+            color = "0.3" if name == WHOLE else "C0"
+            axes.plot(by_detail[name], [y] * len(by_detail[name]), ".", color=color, alpha=0.6)
+            axes.plot(statistics.mean(by_detail[name]), y, "|", color=color, markersize=12, mew=2)
+        labels = [name if name == WHOLE else f"without {name}" for name in names]
+        axes.set_yticks(range(len(names)), labels, fontsize=7)
+        axes.set_title(f"{task}, {TASKS[task][1]:,} steps, {len(whole)} seeds", fontsize=9)
+        axes.set_xlabel("return of the last 100 training episodes", fontsize=8)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.tight_layout()
+    figure.savefig(ROOT / "results" / "ablations.png")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--task", choices=TASKS, default="CartPole-v1")
+    parser.add_argument("--only", default="", help="only details whose id contains this")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--jobs", type=int, default=reproduce.CORES, help="runs at a time")
+    parser.add_argument("--out", type=Path, default=Path("runs/ablations"))
+    args = parser.parse_args()
+    from record import code_hash, git, read_csv, write_csv
+
+    cells = make_cells(args.task, args.only, args.seeds, args.out)
+    pool = [cell for group in cells.values() for cell in group]
+    code = reproduce.run(pool, args.jobs)
+    script, steps = TASKS[args.task]
+    path = ROOT / "results" / "ablations.csv"
+    origin = {"blocks": code_hash((ROOT / f"{script}.py").read_text())}
+    origin |= {"commit": git("rev-parse", "--short", "HEAD").strip()}
+    rows = []
+    for lacking, group in cells.items():
+        for seed, cell in enumerate(group, 1):
+            result = cell.run_dir / "result.json"
+            if not result.exists() and not cell.failed:
+                return code  # stopped: the rows come when all have been trained
+            # a run that a detail's absence makes end by a gradient that is not finite has no return
+            score = json.loads(result.read_text())["return_last100"] if result.exists() else None
+            row = {"task": args.task, "script": script, "steps": steps, "lacking": lacking}
+            rows.append(row | {"seed": seed, "return_last100": score} | origin)
+    new = {(row["task"], row["lacking"]) for row in rows}
+    rows = [row for row in read_csv(path) if (row["task"], row["lacking"]) not in new] + rows
+    write_csv(path, rows, list(rows[0]))
+    draw([row for row in rows if row["return_last100"]])
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
