@@ -1,6 +1,6 @@
-"""Write the README's tables from the scripts, details.toml and results/.
+"""Write the tables of README.md and results/README.md from scripts, details.toml and results/.
 
-python scripts/readme.py            # rewrite README.md
+python scripts/readme.py            # rewrite them
 python scripts/readme.py --check    # exit code 1 if it is out of date
 """
 
@@ -137,24 +137,104 @@ def speed_table() -> str:
     return table(head, rows)
 
 
+def groups() -> dict[tuple, list[dict]]:
+    """The runs that differ in nothing but their seed, by file, environment and flags."""
+    found: dict[tuple, list[dict]] = {}
+    for row in RUNS:
+        flags = ", ".join(row["run"].split("__")[3:])
+        found.setdefault((row["script"], row["env_id"], flags), []).append(row)
+    order = list(SETTINGS)
+    return dict(sorted(found.items(), key=lambda item: (order.index(item[0][0]), *item[0][1:])))
+
+
+def spread(values: list[float]) -> str:
+    """Mean and standard deviation over seeds, as the published tables have them."""
+    digits = 2 if max(map(abs, values)) < 10 else 1 if max(map(abs, values)) < 100 else 0
+    text = f"{statistics.mean(values):.{digits}f}"
+    return f"{text} ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else text
+
+
+def results_table() -> str:
+    head = ["environment", "file", "steps", "seeds", "ours", "CleanRL", "baselines", "SB3"]
+    published = read_csv(ROOT / "results" / "published.csv")
+    rows = []
+    for (script, env_id, flags), runs in groups().items():
+        theirs = []
+        for source in ("CleanRL", "baselines", "SB3"):
+            found = [
+                f"{float(row['mean']):g}" + (f" ± {float(row['std']):g}" if row["std"] else "")
+                for row in published
+                if (row["env_id"], row["script"], row["source"]) == (env_id, script, source)
+            ]
+            theirs += found or [""]
+        steps = f"{max(int(run['steps']) for run in runs):,}"
+        schedule = {int(run["total_timesteps"]) for run in runs}
+        if max(schedule) > 2 * max(int(run["steps"]) for run in runs):
+            steps += f" of {max(schedule) // 1_000_000}M"
+        ours = spread([float(run["return_last100"]) for run in runs])
+        marks = "".join({stale(run) for run in runs})
+        name = f"`{script}.py`" + (f", {flags}" if flags else "")
+        rows.append([env_id, name, steps, str(len(runs)), f"**{ours}**{marks}", *theirs])
+    return table(head, rows)
+
+
+def minutes_table() -> str:
+    """What the training games paid after 1, 10 and 60 minutes, by the stored curves."""
+    head = ["environment", "after 1 minute", "10 minutes", "60 minutes", "command (seed 1)"]
+    rows = []
+    for (_, env_id, _), runs in groups().items():
+        run = runs[0]
+        curve = read_csv(ROOT / "results" / "curves" / f"{run['run']}.csv")
+        if env_id.startswith("memory_envs"):
+            continue
+        cells = []
+        for minutes in (1, 10, 60):
+            before = [row for row in curve if float(row["seconds"]) <= 60 * minutes]
+            if 60 * minutes > 1.1 * float(run["seconds"]):
+                done = f"{float(run['return_last100']):.0f}, done"
+                cells.append("" if run["finished"] != "True" or done in cells else done)
+                continue
+            last, games = 0.0, 0
+            for row in reversed(before):  # about the last 100 games
+                if games >= 100:
+                    break
+                last += float(row["return"]) * int(row["games"])
+                games += int(row["games"])
+            cells.append(f"{last / games:.0f}" if games else "")
+        if any(cells):
+            rows.append([env_id, *cells, f"`{run['command']}`"])
+    return table(head, rows)
+
+
 RUNS = read_csv(ROOT / "results" / "runs.csv")
-TABLES = {"files": files_table, "details": details_table, "runs": runs_table, "speed": speed_table}
+TABLES = {
+    "README.md": {
+        "files": files_table,
+        "details": details_table,
+        "results": results_table,
+        "minutes": minutes_table,
+        "speed": speed_table,
+    },
+    "results/README.md": {"runs": runs_table},
+}
 
 
-def filled(text: str) -> str:
-    """The README with today's tables between its markers."""
-    for name, make in TABLES.items():
-        start, end = f"<!-- table: {name} -->\n", "<!-- end -->"
+def filled(name: str) -> str:
+    """A page with today's tables between its markers."""
+    text = (ROOT / name).read_text()
+    for title, make in TABLES[name].items():
+        start, end = f"<!-- table: {title} -->\n", "<!-- end -->"
         if text.count(start) != 1:
-            sys.exit(f"error: README.md needs one table named {name}")
+            sys.exit(f"error: {name} needs one table named {title}")
         before, rest = text.split(start)
         text = before + start + make() + "\n" + end + rest.split(end, 1)[1]
     return text
 
 
 if __name__ == "__main__":
-    readme = ROOT / "README.md"
-    new = filled(readme.read_text())
+    pages = {ROOT / name: filled(name) for name in TABLES}
     if "--check" in sys.argv[1:]:
-        sys.exit(0 if new == readme.read_text() else "error: run python scripts/readme.py")
-    readme.write_text(new)
+        same = all(path.read_text() == text for path, text in pages.items())
+        sys.exit(0 if same else "error: run python scripts/readme.py")
+    for path, text in pages.items():
+        path.write_text(text)
