@@ -155,7 +155,12 @@ def spread(values: list[float]) -> str:
 
 
 def results_table() -> str:
-    head = ["environment", "file", "steps", "seeds", "ours", "CleanRL", "baselines", "SB3"]
+    head = ["environment", "file", "steps", "seeds", "random", "ours"]
+    head += ["CleanRL", "baselines", "SB3"]
+    at_random = {
+        (row["env_id"], row["script"]): f"{float(row['mean']):.1f}"
+        for row in read_csv(ROOT / "results" / "random.csv")
+    }
     published = read_csv(ROOT / "results" / "published.csv")
     rows = []
     for (script, env_id, flags), runs in groups().items():
@@ -174,7 +179,8 @@ def results_table() -> str:
         ours = spread([float(run["return_last100"]) for run in runs])
         marks = "".join({stale(run) for run in runs})
         name = f"`{script}.py`" + (f", {flags}" if flags else "")
-        rows.append([env_id, name, steps, str(len(runs)), f"**{ours}**{marks}", *theirs])
+        drawn = at_random.get((env_id, script), "")
+        rows.append([env_id, name, steps, str(len(runs)), drawn, f"**{ours}**{marks}", *theirs])
     return table(head, rows)
 
 
