@@ -4,6 +4,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+import numpy as np
 from record import ROOT, read_csv
 
 RESULTS = ROOT / "results"
@@ -74,6 +75,47 @@ def pendulum() -> None:
     finish(figure, axes, title, 300_000, "pendulum.png")
 
 
+def several_seeds() -> None:
+    """A panel for each environment that three seeds or more were trained in, without flags."""
+    groups: dict[tuple[str, str], list[dict]] = {}
+    for run in read_csv(RESULTS / "runs.csv"):
+        if run["run"].count("__") == 2 and not run["env_id"].startswith("memory_envs"):
+            groups.setdefault((run["env_id"], run["script"]), []).append(run)
+    groups = {key: runs for key, runs in groups.items() if len(runs) >= 3}
+    random = {
+        (r["env_id"], r["script"]): float(r["mean"]) for r in read_csv(RESULTS / "random.csv")
+    }
+    columns = 3
+    figure, panels = plt.subplots(
+        -(-len(groups) // columns), columns, figsize=(9, 2.3 * -(-len(groups) // columns)), dpi=150
+    )
+    for axes in panels.flat[len(groups) :]:
+        axes.set_visible(False)
+    for ((env_id, script), runs), axes in zip(groups.items(), panels.flat, strict=False):
+        last_step = max(int(run["steps"]) for run in runs)
+        window = last_step // 40
+        lines = []
+        for run in runs:
+            steps, means = points(read_csv(RESULTS / "curves" / f"{run['run']}.csv"), window, 10**9)
+            lines.append(np.interp((np.arange(40) + 0.5) * window, steps, means))
+        lines, middle = np.array(lines), (np.arange(40) + 0.5) * window
+        # 95 % interval of the mean, by drawing as many seeds with replacement
+        draws = np.random.default_rng(0).integers(0, len(lines), (2000, len(lines)))
+        low, high = np.percentile(lines[draws].mean(1), [2.5, 97.5], axis=0)
+        axes.fill_between(middle, low, high, color="C0", alpha=0.25, linewidth=0)
+        axes.plot(middle, lines.mean(0), color="C0")
+        if (env_id, script) in random:
+            axes.axhline(random[env_id, script], color="0.6", linewidth=0.8, linestyle=":")
+        axes.set_title(f"{env_id}\n{script}.py, {len(runs)} seeds", fontsize=8)
+        axes.xaxis.set_major_formatter(lambda x, _: f"{x / 1000:.0f}k")
+        axes.tick_params(labelsize=7)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(axis="y", color="0.92")
+    figure.tight_layout()
+    figure.savefig(RESULTS / "curves.png")
+
+
 if __name__ == "__main__":
     breakout()
+    several_seeds()
     pendulum()
