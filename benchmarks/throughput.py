@@ -53,10 +53,12 @@ class Case:
     steps: int = 4096  # timed, after a quarter of them
     peer: str = "sb3"
     group: str = "main"  # or quick as well, or sizes
+    processes: int = 1  # of torchrun, with one thread each
 
     @property
     def name(self) -> str:
-        return " ".join([f"{self.script}.py", *self.flags])
+        start = ["torchrun", "--nproc-per-node", str(self.processes)] if self.processes > 1 else []
+        return " ".join([*start, f"{self.script}.py", *self.flags])
 
 
 def cases() -> list[Case]:
@@ -73,6 +75,8 @@ def cases() -> list[Case]:
         Case("ppo_atari", "Breakout", 8, BF16),
         Case("ppo_atari", "Breakout", 8, ASYNC + BF16),
         Case("ppo_atari", "Breakout", 8, BF16 + COMPILE),
+        Case("ppo_distributed", "Breakout", 8),
+        Case("ppo_distributed", "Breakout", 8, processes=2),
         Case("envpool_ppo", "Breakout", 8),
         Case("envpool_ppo", "Breakout", 8, BF16, group="quick"),
         Case("envpool_ppo", "Breakout", 8, HALVES + BF16),
@@ -134,10 +138,15 @@ def time_ours(case: Case) -> dict:
     warm, timed = (max(2, round(steps / batch)) for steps in (case.steps / 4, case.steps))
     with tempfile.TemporaryDirectory() as folder:
         total = ["--total-timesteps", str((warm + timed) * batch), "--eval-episodes", "0"]
-        command = [sys.executable, str(ROOT / f"{case.script}.py"), *case.flags, *total]
+        command, env = [sys.executable], dict(os.environ)
+        if case.processes > 1:
+            command += ["-m", "torch.distributed.run", "--nproc-per-node", str(case.processes)]
+            env["OMP_NUM_THREADS"] = "1"
+        command += [str(ROOT / f"{case.script}.py"), *case.flags, *total]
         command += ["--num-envs", str(case.num_envs), "--run-dir", f"{folder}/run"]
         start, memory = time.time(), 0
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+        process = subprocess.Popen(command, env=env, **pipes)
         while process.poll() is None:
             memory = max(memory, tree_memory(process.pid))
             time.sleep(2)
