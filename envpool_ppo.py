@@ -131,13 +131,10 @@ class EnvPoolVectorEnv(gym.vector.VectorEnv):
         # Lengths are in steps; those of resets do not count.
         self.scores[here] += info.get("reward", reward)
         self.lengths[here] += 1
-        over = here.start + np.flatnonzero(info.get("terminated", terminated) | truncated)
-        if self.video:
-            self.film(pool.render(env_ids=info["env_id"]), over)
-        infos = {"episodes": [(i, float(self.scores[i]), int(self.lengths[i])) for i in over]}
-        self.scores[over], self.lengths[over] = 0, 0
+        over = info.get("terminated", terminated) | truncated
+        frames = pool.render(env_ids=info["env_id"]) if self.video else None
 
-        done = np.flatnonzero(terminated | truncated).astype(np.int32)
+        infos, done = {}, np.flatnonzero(terminated | truncated).astype(np.int32)
         if len(done):
             # EnvPool spends the next step of these environments on a reset: the action is ignored,
             # the reward is 0, and the observations before and after it belong to two episodes (or
@@ -145,7 +142,16 @@ class EnvPoolVectorEnv(gym.vector.VectorEnv):
             # alone, and never seen: as in the siblings, an end comes with the next beginning.
             infos["final_obs"] = obs.copy()  # read by --bootstrap-truncated
             pool.send(np.zeros(len(done), np.int32), done)
-            obs[done] = pool.recv()[0]
+            obs[done], *_, fresh = pool.recv()
+            # A game can end in the no-ops behind a lost life, unsaid (RoadRunner): lives are back.
+            if "lives" in info:
+                over[done] |= fresh["lives"] > info["lives"][done]
+
+        over = here.start + np.flatnonzero(over)
+        if self.video:
+            self.film(frames, over)
+        infos["episodes"] = [(i, float(self.scores[i]), int(self.lengths[i])) for i in over]
+        self.scores[over], self.lengths[over] = 0, 0
         return obs, reward, terminated, truncated, infos
 
     def step(self, actions: np.ndarray) -> tuple:
@@ -178,11 +184,12 @@ def make_pool(args: Args, num_envs: int, seed: int, video: bool):
         options["render_mode"] = "rgb_array"
     if "use_combined_action" in known:
         options["use_combined_action"] = True  # ViZDoom: an action is a set of buttons
+        os.makedirs("_vizdoom", exist_ok=True)  # games that start together crash over making it
     if "noop_max" in known:
         # Atari. All that matters is written out, for EnvPool's own choices are others.
         options |= {
-            # [atari 1] Random starts: up to 30 frames without an action. EnvPool has them behind a
-            # lost life as well, where baselines goes on after one step.
+            # [atari 1] Random starts: 1 to 30 frames without an action, FIRE counted. EnvPool has
+            # them behind a lost life as well, where baselines goes on after one step.
             "noop_max": 30,
             # [atari 2] Frame skip: one decision for four frames; the maximum of the last two is
             # seen. EnvPool takes it of grays, baselines of colors.

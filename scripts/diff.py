@@ -29,6 +29,7 @@ FAMILY = {
     "ppo_continuous": "ppo",
     "ppo_lstm": "ppo_atari",
     "ppo_multidiscrete": "ppo_shared",
+    "envpool_ppo": "ppo_atari",
 }
 # the sections that a file has byte for byte from its parent
 EQUAL = {
@@ -37,6 +38,7 @@ EQUAL = {
     "ppo_continuous": ("Advantages", "Run"),
     "ppo_lstm": ("Advantages",),
     "ppo_multidiscrete": ("Advantages",),
+    "envpool_ppo": ("Advantages",),
 }
 HEADING = re.compile(r"^# === (.+)\n", re.MULTILINE)
 CONTEXT = 3  # unchanged lines shown around a change

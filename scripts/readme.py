@@ -18,6 +18,7 @@ SETTINGS = {
     "ppo_continuous": ("MuJoCo, continuous actions", "HalfCheetah-v4"),
     "ppo_lstm": ("Atari with a memory", "BreakoutNoFrameskip-v4"),
     "ppo_multidiscrete": ("ViZDoom, actions of several parts, action masks", "VizdoomBasic-v1"),
+    "envpool_ppo": ("Atari and other images, in EnvPool's C++ threads", "Breakout-v5"),
 }
 
 

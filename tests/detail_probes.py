@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim import optimizer as optim
 
 # what each script's environment looks like to its agent, and to the stand-in for that agent
-IMAGE_SCRIPTS = ("ppo_atari", "ppo_lstm", "ppo_multidiscrete")
+IMAGE_SCRIPTS = ("ppo_atari", "ppo_lstm", "ppo_multidiscrete", "envpool_ppo")
 NUM_FRAMES = {"ppo_lstm": 1}  # of an image observation; 4 in the others
 # between the observation and the action, get_action_and_value takes the state and done of the
 # LSTM, or a mask
@@ -106,13 +106,22 @@ class ScriptedEnvs:
         self.single_action_space = action_space(script)
         self.action_space = gym.vector.utils.batch_space(self.single_action_space, num_envs)
         self.num_envs = num_envs
+        self.pooled = script.__name__ == "envpool_ppo"
+        self.slices = [slice(0, num_envs)]  # all in one pool
         self.reset_seeds: list = []
         self.actions: list[np.ndarray] = []
 
     def reset(self, *, seed=None, options=None):
         self.reset_seeds.append(seed)
         self.time = 0
-        return self.observations[0], {}
+        obs = self.observations[0].copy()
+        return obs if self.pooled else (obs, {})
+
+    def send(self, actions, p=0):
+        self.sent = actions
+
+    def recv(self, p=0):
+        return self.step(self.sent)
 
     def step(self, actions):
         t = self.time
@@ -126,6 +135,9 @@ class ScriptedEnvs:
             episode = {"r": np.ones(self.num_envs), "l": np.ones(self.num_envs, dtype=int)}
             infos = {"final_obs": final_obs, "_final_obs": ended, "_final_info": ended}
             infos["final_info"] = {"episode": episode, "_episode": ended}
+        if self.pooled:
+            episodes = [(i, 1.0, 1) for i in np.flatnonzero(ended)]
+            infos = {"episodes": episodes, "final_obs": self.final_observations[t]}
         obs = self.observations[t + 1]
         return obs, self.rewards[t].copy(), self.terminated[t], self.truncated[t], infos
 
@@ -235,6 +247,8 @@ class Watch:
     # what the script calls
     def make_envs(self, args, num_envs, seed, frozen=None, resumed=None):
         first = self.envs.reset(seed=seed)
+        if self.envs.pooled:
+            return self.envs, first
         return self.envs, *(first if self.make_infos else first[:1])
 
     def save(self, args, run, **state):

@@ -228,6 +228,18 @@ MULTIDISCRETE = [
     ("reward-scale", "nan", "is not between"),
     *(("env-id", env_id, "of 4 bools") for env_id in MASKS),
 ]
+ENVPOOL = [
+    ("env-id", "BreakoutNoFrameskip-v4", "EnvPool has no BreakoutNoFrameskip-v4; the nearest are"),
+    ("env-id", "BreakoutNoFrameskip-v4", "Breakout-v5"),
+    ("env-id", "breakout-v5", "Breakout-v5"),
+    ("env-id", "toy_envs:Clock-v0", "EnvPool has no toy_envs:Clock-v0"),
+    ("env-id", "", "EnvPool has no ; the nearest are"),
+    ("env-id", "CartPole-v1", "use ppo.py"),
+    ("env-id", "HalfCheetah-v4", "ppo_continuous.py"),
+    ("env-id", "Taxi-v3", "not images"),
+    ("num-threads", -1, "is not between"),
+    *(case for case in ALL if case[0] != "env-id"),  # its ids are EnvPool's
+]
 CASES = {
     "ppo": PPO,
     "ppo_atari": ATARI,
@@ -235,7 +247,8 @@ CASES = {
     "ppo_lstm": ATARI + LSTM,
     "ppo_multidiscrete": MULTIDISCRETE,
 }
-TABLE = [(script, *case) for script, cases in CASES.items() for case in ALL + cases]
+CASES = {script: ALL + cases for script, cases in CASES.items()} | {"envpool_ppo": ENVPOOL}
+TABLE = [(script, *case) for script, cases in CASES.items() for case in cases]
 
 
 def refusal(script, argv: list[object], capsys) -> str:
@@ -516,6 +529,8 @@ PROCESSES = [
     ("ppo_continuous", "--env-id HalfCheetah-v3", "env-id", "gymnasium-robotics"),
     ("ppo_lstm", "--num-envs 6", "num-minibatches", "4 does not divide 6 num-envs"),
     ("ppo_multidiscrete", "--resume nothing", "resume", "there is no nothing/checkpoint.pt"),
+    ("envpool_ppo", "--env-id BreakoutNoFrameskip-v4", "env-id", "Breakout-v5"),
+    ("envpool_ppo", "--async-envs --num-envs 1 --num-minibatches 2", "num-envs", "1 is odd"),
 ]
 
 
@@ -569,7 +584,7 @@ def test_missing_package(package, flag, tmp_path_factory, tmp_path):
 
 
 NEEDS = [("ppo", "tyro"), ("ppo_atari", "cv2"), ("ppo_continuous", "mujoco")]
-NEEDS += [("ppo_lstm", "ale_py"), ("ppo_multidiscrete", "vizdoom")]
+NEEDS += [("ppo_lstm", "ale_py"), ("ppo_multidiscrete", "vizdoom"), ("envpool_ppo", "envpool")]
 
 
 @pytest.mark.parametrize(("name", "package"), NEEDS)
@@ -580,4 +595,5 @@ def test_missing_import(name, package, tmp_path_factory, tmp_path):
     assert process.returncode == 2
     (line,) = process.stderr.splitlines()
     assert line.startswith(f"error: No module named '{package}': `uv run ")
+    assert ("Macs with ARM" in line) == (package == "envpool")  # elsewhere it cannot be installed
     assert not (tmp_path / "runs").exists()

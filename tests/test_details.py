@@ -40,8 +40,10 @@ TAG = re.compile(r"# \[(\w+ \d+)(: off)?\]")
 
 
 def shown_by(detail_id: str):
-    """Run a test for every script that shows the detail."""
-    return pytest.mark.parametrize("script", DETAILS[detail_id]["files"], indirect=True)
+    """Run a test for every script that shows the detail and has no test of its own for it."""
+    detail = DETAILS[detail_id]
+    names = [name for name in detail["files"] if name not in detail.get("tests", {})]
+    return pytest.mark.parametrize("script", names, indirect=True)
 
 
 def assert_close(actual, expected, rtol=1e-4, atol=1e-6):
@@ -99,10 +101,11 @@ def test_the_list_is_complete():
 def test_an_entry_of_the_list(detail_id):
     detail = DETAILS[detail_id]
     group, number = detail_id.split()
-    assert detail["test"].startswith(f"test_{group}_{int(number):02}_")
-    defined = f"\ndef {detail['test']}(script"
     tests = [path.read_text() for path in sorted((ROOT / "tests").glob("test_details*.py"))]
-    assert sum(text.count(defined) for text in tests) == 1
+    assert set(detail.get("tests", {})) < set(detail["files"])
+    for test in (detail["test"], *detail.get("tests", {}).values()):
+        assert test.startswith(f"test_{group}_{int(number):02}_")
+        assert sum(text.count(f"\ndef {test}(script") for text in tests) == 1
     assert detail["name"] and detail["what"].endswith(".") and detail["files"]
     assert re.fullmatch(r"([\w/]+\.py:\d+(-\d+)?(, )?)*", detail["baselines"])
     if group == "beyond":
@@ -118,9 +121,7 @@ def test_an_entry_of_the_list(detail_id):
 # --- core
 
 
-@shown_by("core 1")
-def test_core_01_vectorized_architecture(script, tmp_path):
-    plain_make_envs = script.make_envs
+def check_rollouts_go_on(script, tmp_path):
     # the second iteration goes on where the first stopped; 7 steps that fill no batch are dropped
     ends = [(7, 1, "terminated"), (10, 0, "terminated")]
     seen = watch(script, tmp_path, ends, total_timesteps=39, seed=5)
@@ -134,8 +135,13 @@ def test_core_01_vectorized_architecture(script, tmp_path):
     assert_close(torch.cat([rollout.dones for rollout in seen.rollouts]), dones[:16])
     assert_close(torch.stack([rollout.next_done for rollout in seen.rollouts]), dones[[8, 16]])
 
+
+@shown_by("core 1")
+def test_core_01_vectorized_architecture(script, tmp_path):
+    check_rollouts_go_on(script, tmp_path)
+
     # environment i is seeded with seed + i, and the step that ends an episode starts the next
-    envs, *_ = plain_make_envs(script.Args(env_id=register_game(script)), 2, 5)
+    envs, *_ = script.make_envs(script.Args(env_id=register_game(script)), 2, 5)
     games = [env.unwrapped for env in envs.unwrapped.envs]
     assert [game.np_random_seed for game in games] == [5, 6]
     actions, game = np.zeros(envs.action_space.shape, envs.action_space.dtype), games[0]

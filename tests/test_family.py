@@ -30,11 +30,19 @@ HEADINGS = ["Header", "Arguments", "Environment", "Agent", "Advantages", "Traini
 # a module that is not named as its distribution is; torch writes TensorBoard's files by tensorboard
 DISTRIBUTIONS = {"cv2": "opencv-python-headless", "torch.utils.tensorboard": "tensorboard"}
 
-# what the algorithm of a file changes: the statistics, the LSTM's state, the masks
+# what the algorithm of a file changes: the statistics, the LSTM's state, the masks, the pools
 MAY_DIFFER = {
     "ppo_continuous": {"Training"},
     "ppo_lstm": {"Training", "Run"},
     "ppo_multidiscrete": {"Training", "Run"},
+    "envpool_ppo": {"Training", "Run"},
+}
+# the functions of Run that differ: states and masks have to do with the sizes and with playing, a
+# pool with the sizes and with how an environment is made
+RUN_MAY_DIFFER = {
+    "ppo_lstm": {"check", "evaluate"},
+    "ppo_multidiscrete": {"check", "evaluate"},
+    "envpool_ppo": {"check", "try_out"},
 }
 
 each_script = pytest.mark.parametrize("name", SCRIPTS)
@@ -129,9 +137,13 @@ def test_core_blocks_must_be_equal(child, parent):
     assert set(diff.EQUAL[child]) >= must
 
 
-@pytest.mark.parametrize("child", [child for child in MAY_DIFFER if "Run" in MAY_DIFFER[child]])
-def test_run_differs_in_check_and_evaluate_alone(child):
-    """Masks and states have to do with these two functions; all others are the parent's."""
+def test_run_differs_where_it_may():
+    assert set(RUN_MAY_DIFFER) == {name for name in MAY_DIFFER if "Run" in MAY_DIFFER[name]}
+
+
+@pytest.mark.parametrize("child", RUN_MAY_DIFFER)
+def test_run_differs_in_these_functions_alone(child):
+    """All others are the parent's."""
 
     def functions(name):
         run = diff.sections(source_of(name))["Run"]
@@ -140,7 +152,7 @@ def test_run_differs_in_check_and_evaluate_alone(child):
 
     ours, theirs = functions(child), functions(diff.FAMILY[child])
     assert list(ours) == list(theirs)
-    assert {name for name in ours if ours[name] != theirs[name]} == {"check", "evaluate"}
+    assert {name for name in ours if ours[name] != theirs[name]} == RUN_MAY_DIFFER[child]
 
 
 @each_pair
@@ -195,7 +207,9 @@ def test_imports_only_what_its_header_pins(name):
 def test_header_agrees_with_pyproject(name):
     header = header_of(source_of(name))
     assert header["requires-python"] == PYPROJECT["requires-python"]
-    project = pins(PYPROJECT["dependencies"])
+    extras = PYPROJECT["optional-dependencies"]
+    project = pins(PYPROJECT["dependencies"]) | pins(extras["envpool"])
+    assert set(extras["envpool"]) <= set(extras["test"]), "the tests need the same EnvPool"
     for package, (extras, version) in pins(header["dependencies"]).items():
         assert package in project, f"pyproject.toml does not name {package}"
         assert version == project[package][1], f"pyproject.toml pins another {package}"

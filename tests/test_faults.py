@@ -158,6 +158,8 @@ def test_killed_run_goes_on(start, tmp_path):
 WORKERS = pytest.param("ppo_atari", ASYNC, 3, id="workers")
 DOOMS = pytest.param("ppo_multidiscrete", ENDLESS, 3, id="dooms")  # every ViZDoom is a process
 BOTH = pytest.param("ppo_multidiscrete", ASYNC, 5, marks=pytest.mark.slow, id="both")
+# EnvPool plays in threads of the one process
+POOLS = pytest.param("envpool_ppo", [*ENDLESS, "--async-envs"], 1, id="pools")
 
 
 @pytest.mark.parametrize(("name", "argv", "size"), [WORKERS, BOTH])  # ViZDooms alone stay behind
@@ -230,7 +232,7 @@ def test_second_signal_ends_at_once(start, tmp_path):
     assert not saved(tmp_path / "run")
 
 
-@pytest.mark.parametrize(("name", "argv", "size"), [WORKERS, DOOMS, BOTH])
+@pytest.mark.parametrize(("name", "argv", "size"), [WORKERS, DOOMS, BOTH, POOLS])
 def test_ctrl_c_reaches_every_process(name, argv, size, start, tmp_path):
     """A terminal sends Ctrl-C to all processes of the group."""
     process = start(name, "--run-dir", "run", *argv, "--checkpoint-every", 1000)
@@ -251,7 +253,7 @@ EARLY = [
 
 
 @pytest.mark.parametrize("delay", EARLY)
-@pytest.mark.parametrize(("name", "argv", "size"), [WORKERS, DOOMS, BOTH])
+@pytest.mark.parametrize(("name", "argv", "size"), [WORKERS, DOOMS, BOTH, POOLS])
 def test_ctrl_c_while_processes_start(name, argv, size, delay, start, tmp_path):
     """So many seconds after the run directory was made, when the handler stands."""
     process = start(name, "--run-dir", "run", *argv)
@@ -296,13 +298,13 @@ def fill(folder: Path) -> None:
             file.write(b"0" * 512)
 
 
-def check_full(process: subprocess.Popen, run_dir: Path) -> None:
+def check_full(process: subprocess.Popen, run_dir: Path, name: str = "ppo", step=512) -> None:
     _, stderr = process.communicate(timeout=PATIENCE)
     assert process.returncode == 1, stderr
     (line,) = stderr.splitlines()
     assert line.startswith("error: ")
     assert "is kept" in line
-    assert checkpoint("ppo", run_dir)["global_step"] >= 512
+    assert checkpoint(name, run_dir)["global_step"] >= step
 
 
 def test_full_disk(start, tmp_path):
@@ -324,12 +326,15 @@ def test_full_disk_met_by_the_log(start, tmp_path):
         check_full(process, run_dir)
 
 
-def test_file_size_limit(start, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "sizes", "step"), [("ppo", [], 512), ("envpool_ppo", ENDLESS, 32)]
+)
+def test_file_size_limit(name, sizes, step, start, tmp_path):
     """The same without a mount: the kernel refuses to let a file grow beyond 1000 bytes."""
-    process = start("ppo", "--run-dir", "run", "--checkpoint-every", 0)
+    process = start(name, "--run-dir", "run", "--checkpoint-every", 0, *sizes)
     wait_for(lambda: saved(tmp_path / "run"), "checkpoint")
     resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (1000, 1000))
-    check_full(process, tmp_path / "run")
+    check_full(process, tmp_path / "run", name, step)
 
 
 # === Doctored checkpoints

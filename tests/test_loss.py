@@ -10,6 +10,7 @@ import copy
 import math
 from types import SimpleNamespace
 
+import fake_envpool
 import gymnasium as gym
 import numpy as np
 import pytest
@@ -71,7 +72,21 @@ class NoiseParts(Noise):
         return blocks.repeat(12, axis=0).repeat(12, axis=1)
 
 
-for env in (Noise, NoiseAtari, NoiseBox, NoiseParts):
+class NoiseImage(Noise):
+    """Random gray blocks in four pictures, and clipped rewards: what EnvPool shows of a game."""
+
+    observation_space = gym.spaces.Box(0, 255, (4, 84, 84), np.uint8)
+
+    def _obs(self):
+        blocks = self.np_random.integers(0, 256, (4, 7, 7), dtype=np.uint8)
+        return blocks.repeat(12, axis=1).repeat(12, axis=2)
+
+    def step(self, action):
+        obs, reward, *rest = super().step(action)
+        return obs, np.sign(reward), *rest
+
+
+for env in (Noise, NoiseAtari, NoiseBox, NoiseParts, NoiseImage):
     gym.register(f"{env.__name__}-v0", env)
 # for each script: the environment, and steps that are large for the clip range
 VECTORS = {"env_id": "Noise-v0", "learning_rate": 0.01, "clip_coef": 0.1}
@@ -83,10 +98,11 @@ SETTINGS = {
     "ppo_continuous": VECTORS | {"env_id": "NoiseBox-v0", "ent_coef": 0.01},
     "ppo_lstm": IMAGES,
     "ppo_multidiscrete": IMAGES | {"env_id": "NoiseParts-v0", "reward_scale": 1.0},
+    "envpool_ppo": IMAGES | {"env_id": "NoiseImage-v0"},
 }
 # for each script: the relative error that float32 may leave in a gradient
 ROUNDING = dict.fromkeys(("ppo", "ppo_shared", "ppo_continuous"), 1e-6)
-ROUNDING |= dict.fromkeys(("ppo_atari", "ppo_lstm", "ppo_multidiscrete"), 5e-6)
+ROUNDING |= dict.fromkeys(("ppo_atari", "ppo_lstm", "ppo_multidiscrete", "envpool_ppo"), 5e-6)
 # what an agent is given between observations and actions: the masks, or the LSTM's state and dones
 INPUTS = {"ppo_multidiscrete": 1, "ppo_lstm": 2}
 METRICS = ("value_loss", "policy_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac")
@@ -144,6 +160,8 @@ def watch_train(name: str, tmp_path, **changes) -> SimpleNamespace:
         patch.setattr(script.Agent, "get_action_and_value", watch_agent)
         patch.setattr(script, "compute_gae", watch_gae)
         patch.setattr(script, "log", watch_log)
+        if name == "envpool_ppo":
+            patch.setattr(script, "envpool", fake_envpool)
         patch.setattr(nn.utils, "clip_grad_norm_", watch_clip)
         patch.setattr(torch, "randperm", watch_randperm)
         if name == "ppo_lstm":  # as if it were in the middle of a run: there is something to forget
@@ -411,6 +429,7 @@ SB3_POLICIES = {
     ),
     "ppo_atari": NATURE_CNN,
     "ppo_multidiscrete": NATURE_CNN,
+    "envpool_ppo": NATURE_CNN,
 }
 
 

@@ -32,7 +32,8 @@ def test_mutation_is_noticed(detail, mutation, name, request):
     source = source_of(name)
     assert source.count(mutation["old"]) == 1, "`old` must stand once in the script"
     mutant = load_script(name, source.replace(mutation["old"], mutation["new"]))
-    (test,) = (vars(module)[detail["test"]] for module in MODULES if detail["test"] in vars(module))
+    wanted = detail.get("tests", {}).get(name, detail["test"])
+    (test,) = (vars(module)[wanted] for module in MODULES if wanted in vars(module))
     others = [argument for argument in inspect.signature(test).parameters if argument != "script"]
     fixtures = {argument: request.getfixturevalue(argument) for argument in others}
     # an assertion of the test, not a crash: a mutant that cannot run shows nothing

@@ -16,6 +16,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import cv2
+import fake_envpool
 import gymnasium as gym
 import numpy as np
 import pytest
@@ -110,6 +111,7 @@ EVEN = {
     "ppo_continuous": "toy_envs:ContinuousClock-v0",
     "ppo_lstm": "EvenAtari-v0",
     "ppo_multidiscrete": "toy_envs:Panel-v0",
+    "envpool_ppo": "ImageClock-v0",  # EnvPool imports no module
 }
 
 
@@ -122,6 +124,8 @@ def train(script, run_dir: str, **changes) -> dict:
     """Train for a few steps, evaluate only if asked to; returns the last checkpoint."""
     quick = {"env_id": EVEN[script.SCRIPT], "eval_episodes": 0, "run_dir": run_dir}
     args = TINY[script.SCRIPT] | quick | changes
+    if script.SCRIPT == "envpool_ppo":
+        script.envpool = fake_envpool  # plays EnvPool's environments and those of the tests
     script.train(script.Args(**args))
     return script.load("resume", run_dir)
 
@@ -296,6 +300,8 @@ def test_files(script):
     }
     args |= {"num_steps": 16, "total_timesteps": 64}
     args = script.Args(**args)
+    if script.SCRIPT == "envpool_ppo":
+        script.envpool = fake_envpool
     returned = script.train(args)
     files = {path.name for path in Path("run").iterdir()}
     (events,) = (name for name in files if name.startswith("events.out.tfevents."))
@@ -386,7 +392,9 @@ def test_evaluation_leaves_the_run_alone(script):
 @pytest.mark.parametrize(
     ("name", "env_id"),
     [("ppo", "CartPole-v1"), ("ppo_shared", "CartPole-v1"), ("ppo_continuous", "Pendulum-v1")]
-    + [(name, EVEN[name]) for name in ("ppo_atari", "ppo_lstm", "ppo_multidiscrete")],
+    + [
+        (name, EVEN[name]) for name in ("ppo_atari", "ppo_lstm", "ppo_multidiscrete", "envpool_ppo")
+    ],
 )
 def test_evaluation_is_repeatable(name, env_id):
     script = load_script(name)

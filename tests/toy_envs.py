@@ -31,6 +31,15 @@ class Clock(gym.Env):
         return self._obs(), float(action == 0), terminated, truncated, {}
 
 
+class ImageClock(Clock):
+    """A Clock whose time is seen in four gray pictures, as EnvPool shows a game."""
+
+    observation_space = gym.spaces.Box(0, 255, (4, 84, 84), np.uint8)
+
+    def _obs(self):
+        return np.full((4, 84, 84), 30 * self.time, np.uint8)
+
+
 class ContinuousClock(Clock):
     """A Clock whose actions are numbers from -1 to 1: reward `pay` where the first is above 0.
 
@@ -173,6 +182,7 @@ class ToyAtari(gym.Env):
 
 gym.register("Clock-v0", Clock)
 gym.register("ClockTruncated-v0", Clock, kwargs={"end": "truncated"})
+gym.register("ImageClock-v0", ImageClock)
 gym.register("ContinuousClock-v0", ContinuousClock)
 gym.register("BlindClock-v0", ContinuousClock, kwargs={"blind": True})
 gym.register("OneState-v0", OneState, max_episode_steps=10)
