@@ -13,8 +13,9 @@ Differs from ppo_atari.py in:
 - Training: each process has a share of the environments and of each minibatch
 - Run: one process writes; all of them stop, save and go on together
 
-Details shown: core 1-12, atari 1-9, aux 1 to 3; core 13 is off. torchrun starts the processes, each
-with the environment variables RANK and WORLD_SIZE; without torchrun there is one process.
+Details shown: core 1-12, atari 1-9, aux 1-3; core 13 is off. torchrun starts the processes, each
+with the environment variables RANK and WORLD_SIZE; without torchrun there is one process. Machines
+need a --run-dir that all of them see.
 Expected: not measured yet.
 
     OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 ppo_distributed.py    # one thread each
@@ -38,7 +39,6 @@ import warnings
 import zipfile
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
-from itertools import chain
 from pathlib import Path
 from typing import Literal, NoReturn
 
@@ -283,7 +283,7 @@ def wrong_space(env: gym.Env) -> str | None:
 
 # === Agent
 TORCH_THREADS = torch.get_num_threads()  # PyTorch's own choice, one for each core
-AUTO_DEVICES = ("cuda", "cpu")  # --device auto takes the first that is there
+AUTO_DEVICES = ("cuda", "mps", "cpu")  # --device auto takes the first that is there
 
 
 def layer_init(layer: nn.Module, std: float = np.sqrt(2), bias_const: float = 0.0) -> nn.Module:
@@ -392,7 +392,7 @@ def train(args: Args) -> dict:
     minibatch_size = local_batch_size // args.num_minibatches
     num_iterations = args.total_timesteps // batch_size
     device = pick_device(args)
-    connect(device)
+    connect(args, device)
     torch.manual_seed(args.seed)
     run, writer = open_run(args)
     global_step = run["global_step"]
@@ -408,7 +408,8 @@ def train(args: Args) -> dict:
     # fused: one call for the whole step, 4 times as fast on a small network
     optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)
     if RANK > 0:
-        torch.manual_seed(args.seed + RANK)  # equal weights in all processes, but other actions
+        # equal weights in all processes, but other actions
+        torch.manual_seed(args.seed + global_step + RANK)
     restore(run, agent, optimizer)
     for parameter in agent.parameters():
         dist.broadcast(parameter.data, 0)
@@ -512,11 +513,8 @@ def train(args: Args) -> dict:
                 loss.backward()
                 # ... and its share of each minibatch. The mean of the gradients is the gradient of
                 # the mean loss, so all processes take the step that one would take with everything.
-                gradients = [parameter.grad for parameter in agent.parameters()]
-                means = average(torch.cat([gradient.flatten() for gradient in gradients]))
-                for gradient in gradients:
-                    mean, means = means.tensor_split([gradient.numel()])
-                    gradient.copy_(mean.view_as(gradient))
+                for parameter in agent.parameters():
+                    parameter.grad.copy_(average(parameter.grad))
                 # [core 11] Global gradient clipping: all parameters together, to one length
                 grad_norm = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
                 if not torch.isfinite(grad_norm):  # the step would spoil every weight
@@ -530,14 +528,15 @@ def train(args: Args) -> dict:
                     approx_kl = ((ratio - 1) - logratio).mean()
                     clipfrac = ((ratio - 1.0).abs() > clip_coef).float().mean()
                     losses = (v_loss, pg_loss, entropy_loss, old_approx_kl, approx_kl, clipfrac)
-                    stats.append(torch.stack(losses))
+                    stats.append(average(torch.stack(losses)))
+                    approx_kl = stats[-1][4]  # the same everywhere, so all stop early or none
 
             # [aux 3] Early stopping: no further epoch once the last minibatch shows too large a KL
-            if args.target_kl is not None and average(approx_kl) > args.target_kl:
+            if args.target_kl is not None and approx_kl > args.target_kl:
                 break
 
         names = ("value_loss", "policy_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac")
-        means = average(torch.stack(stats).mean(0)).tolist()  # over all minibatches of the update
+        means = torch.stack(stats).mean(0).tolist()  # over all minibatches of the update
         metrics = {f"losses/{name}": mean for name, mean in zip(names, means, strict=True)}
         unexplained = variance(b_returns - b_values) / variance(b_returns)
         metrics["losses/explained_variance"] = 1.0 - unexplained.item()
@@ -547,7 +546,8 @@ def train(args: Args) -> dict:
         # what one process knows, all must know: they go on or stop together
         save_now = time.time() - last_save >= args.checkpoint_every
         theirs, stops, saves = zip(*gather((episodes, bool(STOP), save_now)), strict=True)
-        for step, episodic_return, episodic_length in sorted(chain(*theirs)):
+        episodes = [episode for share in theirs for episode in share]
+        for step, episodic_return, episodic_length in sorted(episodes, key=lambda e: e[0]):
             run["episodes"] += 1
             run["returns"].append(episodic_return)
             if writer:
@@ -576,11 +576,16 @@ SCRIPT = Path(__file__).stem
 
 def fail(flag: str, problem: object) -> NoReturn:
     """End with exit code 2 and one line that names the flag."""
-    if RANK == 0:
-        print(
-            f"error: --{flag.replace('_', '-')}: {' '.join(str(problem).split())}", file=sys.stderr
-        )
+    wait_for_the_first()
+    print(f"error: --{flag.replace('_', '-')}: {' '.join(str(problem).split())}", file=sys.stderr)
     sys.exit(2)
+
+
+def wait_for_the_first() -> None:
+    """Leave what all processes know to the first on this machine; then torchrun ends the others."""
+    if LOCAL_RANK > 0:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        time.sleep(10)  # if this one was wrong and the first has nothing to say, it speaks
 
 
 def check(args: Args) -> None:
@@ -601,10 +606,12 @@ def check(args: Args) -> None:
         fail("num_minibatches", "one sample cannot be normalized: use fewer, or --no-norm-adv")
     if args.total_timesteps < batch_size:
         fail("total_timesteps", f"{args.total_timesteps} is less than one batch of {batch_size}")
-    if args.evaluate and (args.resume or not args.eval_episodes):
-        fail("evaluate", "needs --eval-episodes of at least 1, and no --resume")
-    if args.num_envs % WORLD_SIZE or batch_size % (args.num_minibatches * WORLD_SIZE):
+    if args.evaluate and (args.resume or not args.eval_episodes or WORLD_SIZE > 1):
+        fail("evaluate", "needs --eval-episodes of at least 1, no --resume, and no torchrun")
+    if args.num_envs % WORLD_SIZE:
         fail("num_envs", f"{WORLD_SIZE} processes cannot share {args.num_envs} evenly")
+    if batch_size // WORLD_SIZE % args.num_minibatches:
+        fail("num_minibatches", f"{args.num_minibatches} does not divide the share of a process")
     gpus, processes = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if (gpus or args.device == "cuda") and args.device != "cpu" and gpus < processes:
         fail("device", f"{processes} processes need a GPU each, not {gpus}: use --device cpu")
@@ -693,17 +700,18 @@ def restore(run: dict, agent: nn.Module, optimizer: torch.optim.Optimizer) -> No
     if "agent" in run:  # a new run has none
         agent.load_state_dict(run["agent"])
         optimizer.load_state_dict(run["optimizer"])
-        rng = run["rng"][RANK % len(run["rng"])]
-        torch.set_rng_state(rng[0])
-        if len(rng) == torch.cuda.device_count() + 1:
-            torch.cuda.set_rng_state_all(rng[1:])
+    if len(run.get("rng", ())) > RANK:  # there may be more processes than before
+        cpu, *gpus = run["rng"][RANK]
+        torch.set_rng_state(cpu)
+        if len(gpus) == torch.cuda.device_count():
+            torch.cuda.set_rng_state_all(gpus)
 
 
 def pick_device(args: Args) -> torch.device:
     """Choose the device, and set PyTorch up for it."""
     device = args.device
     if device == "auto":
-        device = next(d for d in AUTO_DEVICES if torch.get_device_module(d).device_count())
+        device = "cuda" if torch.cuda.device_count() else "cpu"  # mps has no all_reduce
     if device == "cuda" and args.torch_deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
@@ -711,13 +719,21 @@ def pick_device(args: Args) -> torch.device:
     return torch.device(device)
 
 
-def connect(device: torch.device) -> None:
+def connect(args: Args, device: torch.device) -> None:
     """Join the other processes; one that torchrun did not start is a group of its own."""
     if device.type == "cuda":
         torch.cuda.set_device(LOCAL_RANK)
-    alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    if "RANK" in os.environ:
+        # torchrun keeps its store, and a restarted group must not find the addresses of the dead
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        store = dist.PrefixStore(attempt, next(dist.rendezvous("env://"))[0])
+    else:
+        store = dist.HashStore()
     if not dist.is_initialized():
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", **alone)
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=store, rank=RANK, world_size=WORLD_SIZE)
+    if gather(asdict(args)).count(asdict(args)) < WORLD_SIZE:
+        fail("run_dir", "arguments differ, or not all machines see the checkpoint in it")
 
 
 def check_equal(agent: nn.Module) -> None:
@@ -875,4 +891,5 @@ if __name__ == "__main__":
     try:
         evaluate(args, load("evaluate", args.evaluate)) if args.evaluate else train(args)
     except (FloatingPointError, OSError) as error:  # a gradient gone wrong, a full disk
+        wait_for_the_first()
         sys.exit(f"error: {error}; what was saved in {args.run_dir} is kept")

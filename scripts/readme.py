@@ -16,6 +16,7 @@ SETTINGS = {
     "ppo_shared": ("classic control, one shared trunk", "CartPole-v1"),
     "ppo_atari": ("Atari, from pixels", "BreakoutNoFrameskip-v4"),
     "ppo_continuous": ("MuJoCo, continuous actions", "HalfCheetah-v4"),
+    "ppo_distributed": ("Atari, on several processes or machines", "BreakoutNoFrameskip-v4"),
     "ppo_lstm": ("Atari with a memory", "BreakoutNoFrameskip-v4"),
     "ppo_multidiscrete": ("ViZDoom, actions of several parts, action masks", "VizdoomBasic-v1"),
     "envpool_ppo": ("Atari and other images, in EnvPool's C++ threads", "Breakout-v5"),

@@ -11,7 +11,7 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = ("ppo", "ppo_shared", "ppo_atari", "ppo_continuous", "ppo_lstm", "ppo_multidiscrete")
-SCRIPTS += ("envpool_ppo",)
+SCRIPTS += ("envpool_ppo", "ppo_distributed")
 # the smallest run of each script that goes through every line of training
 TINY = {
     name: {"num_envs": 2, "num_steps": 8, "num_minibatches": 2, "total_timesteps": 32}

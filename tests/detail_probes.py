@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim import optimizer as optim
 
 # what each script's environment looks like to its agent, and to the stand-in for that agent
-IMAGE_SCRIPTS = ("ppo_atari", "ppo_lstm", "ppo_multidiscrete", "envpool_ppo")
+IMAGE_SCRIPTS = ("ppo_atari", "ppo_lstm", "ppo_multidiscrete", "envpool_ppo", "ppo_distributed")
 NUM_FRAMES = {"ppo_lstm": 1}  # of an image observation; 4 in the others
 # between the observation and the action, get_action_and_value takes the state and done of the
 # LSTM, or a mask
@@ -340,12 +340,15 @@ class Watch:
                 yield minibatch, SimpleNamespace(**rows)
 
 
-def watch(script: ModuleType, tmp_path, ends=(), **changes) -> Watch:
-    """Run `script.train`, one iteration of 2 environments x 8 steps unless told otherwise."""
+def watch(script: ModuleType, tmp_path, ends=(), envs=None, **changes) -> Watch:
+    """Run `script.train`, one iteration of 2 environments x 8 steps unless told otherwise.
+
+    envs: to be played in the place of all environments, by one of several processes.
+    """
     sizes = {"num_envs": 2, "num_steps": 8, "num_minibatches": 2, "update_epochs": 2}
     run = {"total_timesteps": 16, "eval_episodes": 0, "device": "cpu", "run_dir": str(tmp_path)}
     args = script.Args(**(sizes | run | changes))
-    seen = Watch(script, args, ScriptedEnvs(script, args.num_envs, ends))
+    seen = Watch(script, args, envs or ScriptedEnvs(script, args.num_envs, ends))
     hooks = (
         optim.register_optimizer_step_pre_hook(seen.before_step),
         optim.register_optimizer_step_post_hook(seen.after_step),

@@ -17,6 +17,8 @@ SIZE = 500_000  # 2 MB: most of the time goes into writing
 
 def save_forever(script, run_dir: str) -> None:
     args, step = script.Args(run_dir=run_dir), 0
+    if hasattr(script, "connect"):  # a process saves what all of its group have
+        script.connect(args, torch.device("cpu"))
     while True:
         step += 1
         agent = {"weight": torch.full((SIZE,), step)}

@@ -96,13 +96,14 @@ SETTINGS = {
     "ppo_shared": VECTORS,
     "ppo_atari": IMAGES,
     "ppo_continuous": VECTORS | {"env_id": "NoiseBox-v0", "ent_coef": 0.01},
+    "ppo_distributed": IMAGES,
     "ppo_lstm": IMAGES,
     "ppo_multidiscrete": IMAGES | {"env_id": "NoiseParts-v0", "reward_scale": 1.0},
     "envpool_ppo": IMAGES | {"env_id": "NoiseImage-v0"},
 }
 # for each script: the relative error that float32 may leave in a gradient
 ROUNDING = dict.fromkeys(("ppo", "ppo_shared", "ppo_continuous"), 1e-6)
-ROUNDING |= dict.fromkeys(("ppo_atari", "ppo_lstm", "ppo_multidiscrete", "envpool_ppo"), 5e-6)
+ROUNDING |= dict.fromkeys(set(SETTINGS) - set(ROUNDING), 5e-6)
 # what an agent is given between observations and actions: the masks, or the LSTM's state and dones
 INPUTS = {"ppo_multidiscrete": 1, "ppo_lstm": 2}
 METRICS = ("value_loss", "policy_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac")
@@ -428,6 +429,7 @@ SB3_POLICIES = {
         HEADS | {f"network.{i}": f"features_extractor.net.{i}" for i in (0, 2)},
     ),
     "ppo_atari": NATURE_CNN,
+    "ppo_distributed": NATURE_CNN,
     "ppo_multidiscrete": NATURE_CNN,
     "envpool_ppo": NATURE_CNN,
 }

@@ -109,6 +109,7 @@ EVEN = {
     "ppo_shared": "toy_envs:Clock-v0",
     "ppo_atari": "EvenAtari-v0",
     "ppo_continuous": "toy_envs:ContinuousClock-v0",
+    "ppo_distributed": "EvenAtari-v0",
     "ppo_lstm": "EvenAtari-v0",
     "ppo_multidiscrete": "toy_envs:Panel-v0",
     "envpool_ppo": "ImageClock-v0",  # EnvPool imports no module

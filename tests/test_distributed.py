@@ -1,0 +1,411 @@
+"""ppo_distributed.py as several processes: real ones, with gloo, most of them under torchrun.
+
+`play` forks the processes of a group from this one, which has imported torch already, and gives
+them the environment variables that torchrun would. What torchrun itself does is seen with torchrun.
+"""
+
+import contextlib
+import hashlib
+import json
+import multiprocessing
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+import torch._dynamo  # Adam asks for it: loaded once here, not in every process
+from conftest import ROOT, load_script
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from test_faults import PATIENCE, checkpoint, printed_command, saved, wait_for
+from test_runs import EVEN
+from torch.optim import optimizer as optim
+from toy_envs import ToyAtari
+
+SCRIPT = "ppo_distributed"
+ENV = ["--env-id", "test_distributed:SeededAtari-v0", "--device", "cpu"]
+# two iterations of 32 steps, with an evaluation
+TINY = [*ENV, "--num-envs", 4, "--num-steps", 8, "--total-timesteps", 64, "--eval-episodes", 2]
+ENDLESS = [*ENV, "--num-envs", 2, "--total-timesteps", 10**7, "--checkpoint-every", 0]
+LONG_ROLLOUTS = [*ENDLESS, "--num-steps", 256, "--update-epochs", 1]
+LONG_UPDATES = [*ENDLESS, "--num-steps", 16, "--update-epochs", 60]
+
+
+class SeededAtari(ToyAtari):
+    """Noise from the seed, which is written down; 2 games in 15 steps; action 1 pays."""
+
+    def __init__(self, render_mode=None):
+        super().__init__(frames_per_life=15, start_lives=2, render_mode=render_mode)
+
+    def reset(self, *, seed=None, options=None):
+        if seed is not None:
+            with open("seeds", "a") as file:
+                print(seed, file=file)
+        return super().reset(seed=seed)
+
+    def _obs(self):
+        return self.np_random.integers(0, 256, (21, 16, 3), np.uint8).repeat(10, 0).repeat(10, 1)
+
+    def step(self, action):
+        obs, _, *rest = super().step(action)
+        return obs, float(action == 1), *rest
+
+
+gym.register("SeededAtari-v0", SeededAtari)
+
+
+# === Processes without torchrun
+
+
+def run_main(name: str, argv: list, environ: dict, folder: Path, prepare) -> None:
+    """Be a process of its own that runs `python NAME.py ARGV` in a folder."""
+    rank = environ.get("RANK", "0")
+    os.environ |= environ
+    os.chdir(folder)
+    for stream, number in (("out", 1), ("err", 2)):
+        file = os.open(f"{stream}-{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(file, number)
+    sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
+    sys.argv = [f"{name}.py", *map(str, argv)]
+    if prepare:
+        prepare(int(rank))
+    code = 0
+    try:
+        runpy.run_path(str(ROOT / f"{name}.py"), run_name="__main__")
+    except SystemExit as end:
+        code = end.code
+        if isinstance(code, str):
+            print(code, file=sys.stderr)
+            code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code or 0)
+
+
+def play(folder: Path, size: int | None, *argv: object, prepare=None, name=SCRIPT):
+    """Run a group of `size` processes to its end; None: one process, as without torchrun."""
+    folder.mkdir(exist_ok=True)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(size)}
+    ranks = [group | {"RANK": str(k), "LOCAL_RANK": str(k)} for k in range(size or 0)] or [{}]
+    fork = multiprocessing.get_context("fork")
+    parts = [(name, argv, environ, folder, prepare) for environ in ranks]
+    processes = [fork.Process(target=run_main, args=part) for part in parts]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(PATIENCE)
+    outs, errs = (
+        [(folder / f"{stream}-{k}").read_text() for k in range(len(ranks))]
+        for stream in ("out", "err")
+    )
+    codes = [process.exitcode for process in processes]
+    return SimpleNamespace(codes=codes, outs=outs, errs=errs, run=folder / "run")
+
+
+def weights(run_dir: Path) -> torch.Tensor:
+    return torch.cat([tensor.flatten() for tensor in checkpoint(SCRIPT, run_dir)["agent"].values()])
+
+
+def be_greedy(rank: int) -> None:
+    """No noise: the action of the largest probability."""
+    torch.Tensor.exponential_ = lambda self: self.fill_(1.0)
+
+
+def test_two_processes_take_the_step_of_one(tmp_path):
+    """Three epochs, each with everything in one minibatch; no noise, so the rollout is the same."""
+    sizes = [*TINY, "--total-timesteps", 32, "--eval-episodes", 0, "--run-dir", "run"]
+    sizes += ["--num-minibatches", 1, "--update-epochs", 3]
+    one, two, none = (
+        play(tmp_path / str(size), size, *sizes, *more, prepare=be_greedy)
+        for size, more in ((1, []), (2, []), (4, ["--learning-rate", 0]))
+    )
+    assert one.codes == [0] and two.codes == [0, 0], two.errs
+    moved = (weights(one.run) - weights(none.run)).abs()
+    assert moved.max() > 1e-4
+    assert (weights(one.run) - weights(two.run)).abs().max() < 0.01 * moved.max()
+    # the same environments, of other processes
+    seeds = [sorted((tmp_path / size / "seeds").read_text().split()) for size in "124"]
+    assert seeds == [["1", "2", "3", "4"]] * 3
+
+
+def write_weights(rank: int) -> None:
+    """Append a hash of all weights to a file of this process, after each step of Adam."""
+
+    def hook(optimizer, args, kwargs):
+        parts = [p.detach().numpy().tobytes() for p in optimizer.param_groups[0]["params"]]
+        with open(f"weights-{rank}", "a") as file:
+            print(hashlib.sha256(b"".join(parts)).hexdigest(), file=file)
+
+    optim.register_optimizer_step_post_hook(hook)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    """A finished run of two processes."""
+    folder = tmp_path_factory.mktemp("pair")
+    return play(folder, 2, *TINY, "--run-dir", "run", prepare=write_weights)
+
+
+def test_weights_stay_equal(pair):
+    assert pair.codes == [0, 0], pair.errs
+    hashes = [(pair.run.parent / f"weights-{rank}").read_text().split() for rank in (0, 1)]
+    assert hashes[0] == hashes[1]
+    assert len(set(hashes[0])) == 2 * 4 * 4  # iterations, epochs, minibatches
+
+
+def test_one_process_writes(pair, tmp_path):
+    assert sorted(path.name.split(".")[0] for path in pair.run.iterdir()) == [
+        *("args", "checkpoint", "events", "result", "source")
+    ]
+    assert sorted(path.name for path in pair.run.parent.iterdir() if path.is_dir()) == ["run"]
+    assert pair.outs[1] == "" and pair.errs == ["", ""]
+    lines = pair.outs[0].splitlines()
+    assert "processes 2" in lines[1]
+    assert sum(line.startswith("64 of 64 steps") for line in lines) == 1
+    assert sum(line.startswith("playing 2 games") for line in lines) == 1
+    assert sum(line.startswith("score ") for line in lines) == 1
+
+
+def test_episodes_of_all_processes_count(pair, tmp_path):
+    alone = play(tmp_path / "alone", None, *TINY, "--run-dir", "run")
+    assert alone.codes == [0], alone.errs
+    ours, theirs = (json.loads((x.run / "result.json").read_text()) for x in (pair, alone))
+    assert ours["episodes"] == theirs["episodes"] > 4  # their length does not depend on actions
+    assert ours["steps"] == 64 and ours["finished"]
+    assert np.isclose(ours["sps"], 64 / ours["seconds"])
+    events = EventAccumulator(str(pair.run), size_guidance={"scalars": 0}).Reload()
+    returns = events.Scalars("charts/episodic_return")
+    steps = [event.step for event in returns]
+    assert len(returns) == ours["episodes"] and steps == sorted(steps)
+    assert np.isclose(np.mean([event.value for event in returns]), ours["return_last100"])
+    assert [event.step for event in events.Scalars("losses/value_loss")] == [32, 64]
+
+
+def drift(rank: int) -> None:
+    """One weight of the second process is another one after its last step of the iteration."""
+    steps = []
+
+    def hook(optimizer, args, kwargs):
+        steps.append(1)
+        if rank == 1 and len(steps) == 32:
+            optimizer.param_groups[0]["params"][0].data[0, 0, 0, 0] += 1e-6
+
+    optim.register_optimizer_step_post_hook(hook)
+
+
+def test_drift_is_noticed(tmp_path):
+    sizes = [*TINY, "--run-dir", "run", "--checkpoint-every", 0]
+    group = play(tmp_path / "group", 2, *sizes, prepare=drift)
+    assert group.codes == [1, 1]
+    (line,) = group.errs[0].splitlines()
+    assert line.startswith("error: the weights") and "[True, False]" in line
+    assert checkpoint(SCRIPT, group.run)["global_step"] == 32
+
+
+def test_one_process_is_ppo_atari(tmp_path):
+    """Two iterations with actions of chance; and the same again, bit for bit."""
+    sizes = [*TINY, "--eval-episodes", 0, "--run-dir", "run"]
+    first, second = (play(tmp_path / str(k), None, *sizes) for k in (1, 2))
+    parent = play(tmp_path / "parent", None, *sizes, name="ppo_atari")
+    assert first.codes == second.codes == parent.codes == [0], first.errs
+    assert torch.equal(weights(first.run), weights(second.run))
+    theirs = checkpoint("ppo_atari", parent.run)
+    theirs = torch.cat([tensor.flatten() for tensor in theirs["agent"].values()])
+    assert (weights(first.run) - theirs).abs().max() < 2.5e-6  # a hundredth of one step
+    assert torch.equal(
+        checkpoint(SCRIPT, first.run)["rng"][0][0], checkpoint("ppo_atari", parent.run)["rng"][0]
+    )
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 4)])
+def test_resume_with_another_number_of_processes(before, after, tmp_path):
+    group = play(tmp_path / "group", before, *TINY, "--run-dir", "run", "--stop-at", 32)
+    assert group.codes == [0] * before, group.errs
+    assert len(checkpoint(SCRIPT, group.run)["rng"]) == before
+    group = play(tmp_path / "group", after, "--resume", "run")
+    assert group.codes == [0] * after, group.errs
+    assert "going on after step 32" in group.outs[0]
+    run = checkpoint(SCRIPT, group.run)
+    assert run["global_step"] == 64
+    streams = {state[0].numpy().tobytes() for state in run["rng"]}
+    assert len(streams) == after  # no two draw the same noise
+
+
+def test_resume_is_exact_with_two_processes(tmp_path):
+    """The streams of both go on; episodes end with the rollouts, so nothing else is lost."""
+    sizes = [*TINY, "--env-id", EVEN[SCRIPT], "--run-dir", "run"]
+    whole = play(tmp_path / "whole", 2, *sizes)
+    parts = play(tmp_path / "parts", 2, *sizes, "--stop-at", 32)
+    parts = play(tmp_path / "parts", 2, "--resume", "run")
+    assert whole.codes == parts.codes == [0, 0], parts.errs
+    assert torch.equal(weights(whole.run), weights(parts.run))
+
+
+# === Bad input
+
+
+@pytest.mark.parametrize(
+    ("argv", "flag", "piece"),
+    [
+        (["--num-envs", "7"], "num-envs", "2 processes cannot share 7 evenly"),
+        (["--num-envs", "2", "--num-steps", "3", "--num-minibatches", "2"], "num-minibatches", "2"),
+        (["--evaluate", "run"], "evaluate", "no torchrun"),
+    ],
+)
+def test_what_two_processes_cannot_share(argv, flag, piece, pair, monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.chdir(pair.run.parent)
+    with pytest.raises(SystemExit) as end:
+        load_script(SCRIPT).parse(argv)
+    assert end.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: --{flag}: ") and piece in line
+
+
+def test_other_arguments_on_the_other_machine(tmp_path):
+    """Each machine says so: here both processes are the first of theirs."""
+
+    def differ(rank):
+        os.environ["LOCAL_RANK"] = "0"
+        sys.argv += ["--seed", str(rank)]
+
+    group = play(tmp_path / "group", 2, *TINY, "--run-dir", "run", prepare=differ)
+    assert group.codes == [2, 2]
+    for err in group.errs:
+        (line,) = err.splitlines()
+        assert line.startswith("error: --run-dir: arguments differ")
+    assert not group.run.exists()
+
+
+# === torchrun
+
+
+def torchrun_command(*argv: object) -> list[str]:
+    command = [sys.executable, "-m", "torch.distributed.run"]
+    return [*command, *map(str, argv)]
+
+
+def processes_in(folder: Path) -> list[int]:
+    """The living processes whose working directory this is; workers have sessions of their own."""
+    found = []
+    for link in Path("/proc").glob("[0-9]*/cwd"):
+        with contextlib.suppress(OSError):
+            state = (link.parent / "stat").read_text().rsplit(")", 1)[1].split()[0]
+            if link.readlink() == folder and state != "Z":
+                found.append(int(link.parent.name))
+    return found
+
+
+def pid_of(rank: int, folder: Path) -> int:
+    (pid,) = [
+        pid
+        for pid in processes_in(folder)
+        if f"\0RANK={rank}\0" in "\0" + Path(f"/proc/{pid}/environ").read_text()
+    ]
+    return pid
+
+
+@pytest.fixture
+def torchrun(tmp_path):
+    """Start torchrun with two processes in tmp_path; what is left is killed at the end."""
+    processes = []
+
+    def start(*argv: object, options: tuple = ()) -> subprocess.Popen:
+        options = ("--standalone", "--nproc-per-node", 2, *options)
+        process = subprocess.Popen(
+            torchrun_command(*options, ROOT / f"{SCRIPT}.py", *argv),
+            cwd=tmp_path,
+            env=os.environ | {"PYTHONPATH": str(ROOT / "tests"), "OMP_NUM_THREADS": "1"},
+            text=True,
+            start_new_session=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        processes.append(process)
+        return process
+
+    yield start
+    for process in processes:
+        for pid in processes_in(tmp_path):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        process.communicate()
+
+
+def test_bad_input_is_one_line(torchrun, tmp_path):
+    process = torchrun("--num-minibatches", 3)
+    stdout, stderr = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 1  # torchrun's own
+    (line,) = [line for line in stderr.splitlines() if line.startswith("error: ")]
+    assert line.startswith("error: --num-minibatches: 3 does not divide")
+    assert stderr.count("Traceback") == 1  # torchrun's own, too
+    assert "exitcode  : 2" in stderr
+    assert stdout == ""
+    assert not list(tmp_path.iterdir())
+
+
+# the victim, and where it is hit
+KILLS = [
+    pytest.param(0, LONG_UPDATES, id="first-in-update"),
+    pytest.param(1, LONG_ROLLOUTS, marks=pytest.mark.slow, id="second-in-rollout"),
+    pytest.param(0, LONG_ROLLOUTS, marks=pytest.mark.slow, id="first-in-rollout"),
+    pytest.param(1, LONG_UPDATES, marks=pytest.mark.slow, id="second-in-update"),
+]
+
+
+@pytest.mark.parametrize(("rank", "argv"), KILLS)
+def test_killed_process_ends_the_group(rank, argv, torchrun, tmp_path):
+    process = torchrun(*argv, "--run-dir", "run")
+    wait_for(lambda: saved(tmp_path / "run"), "checkpoint")
+    time.sleep(0.5)  # by far the most of an iteration is that one part
+    os.kill(pid_of(rank, tmp_path), signal.SIGKILL)
+    _, stderr = process.communicate(timeout=30)
+    assert process.returncode != 0
+    assert "Signal 9 (SIGKILL)" in stderr
+    assert not processes_in(tmp_path)
+    step = checkpoint(SCRIPT, tmp_path / "run")["global_step"]
+    batch = 2 * argv[argv.index("--num-steps") + 1]
+    more = ["--stop-at", step + batch, "--update-epochs", 1]
+    group = play(tmp_path, 2, "--resume", "run", *more)
+    assert group.codes == [0, 0], group.errs
+    assert checkpoint(SCRIPT, tmp_path / "run")["global_step"] == step + batch
+
+
+def test_restarted_group_goes_on(torchrun, tmp_path):
+    argv = [*LONG_ROLLOUTS, "--run-dir", "run"]
+    process = torchrun(*argv, "--stop-at", 3 * 512, options=("--max-restarts", 1))
+    wait_for(lambda: saved(tmp_path / "run"), "checkpoint")
+    os.kill(pid_of(1, tmp_path), signal.SIGKILL)
+    stdout, stderr = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 0, stderr
+    (line,) = [line for line in stdout.splitlines() if line.startswith("going on after step ")]
+    assert int(line.split()[4].strip(";").replace(",", "")) in (512, 1024)
+    assert checkpoint(SCRIPT, tmp_path / "run")["global_step"] == 3 * 512
+
+
+@pytest.mark.parametrize(
+    "signum", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
+)
+def test_signal_to_torchrun_saves_and_ends(signum, torchrun, tmp_path):
+    """A terminal sends Ctrl-C to torchrun's process group, and torchrun hands it on."""
+    process = torchrun(*LONG_ROLLOUTS, "--checkpoint-every", 1000, "--run-dir", "run")
+    wait_for(lambda: saved(tmp_path / "run"), "checkpoint")
+    os.killpg(process.pid, signum)
+    stdout, stderr = process.communicate(timeout=30)
+    assert "--resume run" in stdout, stderr
+    assert stdout.count("stopping after this iteration") == 1
+    assert not processes_in(tmp_path)
+    assert checkpoint(SCRIPT, tmp_path / "run")["global_step"] > 512
+    assert '"finished": false' in (tmp_path / "run" / "result.json").read_text()
+    assert printed_command(stdout)[1:3] == ["--resume", "run"]
