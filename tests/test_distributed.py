@@ -10,6 +10,7 @@ import json
 import multiprocessing
 import os
 import runpy
+import shutil
 import signal
 import socket
 import subprocess
@@ -36,7 +37,7 @@ ENV = ["--env-id", "test_distributed:SeededAtari-v0", "--device", "cpu"]
 TINY = [*ENV, "--num-envs", 4, "--num-steps", 8, "--total-timesteps", 64, "--eval-episodes", 2]
 ENDLESS = [*ENV, "--num-envs", 2, "--total-timesteps", 10**7, "--checkpoint-every", 0]
 LONG_ROLLOUTS = [*ENDLESS, "--num-steps", 256, "--update-epochs", 1]
-LONG_UPDATES = [*ENDLESS, "--num-steps", 16, "--update-epochs", 60]
+LONG_UPDATES = [*ENDLESS, "--num-steps", 16, "--update-epochs", 20]
 
 
 class SeededAtari(ToyAtari):
@@ -70,6 +71,7 @@ def run_main(name: str, argv: list, environ: dict, folder: Path, prepare) -> Non
     rank = environ.get("RANK", "0")
     os.environ |= environ
     os.chdir(folder)
+    torch.set_num_threads(1)
     for stream, number in (("out", 1), ("err", 2)):
         file = os.open(f"{stream}-{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(file, number)
@@ -103,8 +105,11 @@ def play(folder: Path, size: int | None, *argv: object, prepare=None, name=SCRIP
     processes = [fork.Process(target=run_main, args=part) for part in parts]
     for process in processes:
         process.start()
-    for process in processes:
-        process.join(PATIENCE)
+    processes[0].join(PATIENCE)
+    for process in processes[1:]:
+        process.join(2 if processes[0].exitcode else PATIENCE)
+        process.terminate()  # as torchrun does once one has failed
+        process.join()
     outs, errs = (
         [(folder / f"{stream}-{k}").read_text() for k in range(len(ranks))]
         for stream in ("out", "err")
@@ -207,9 +212,10 @@ def drift(rank: int) -> None:
 def test_drift_is_noticed(tmp_path):
     sizes = [*TINY, "--run-dir", "run", "--checkpoint-every", 0]
     group = play(tmp_path / "group", 2, *sizes, prepare=drift)
-    assert group.codes == [1, 1]
+    assert group.codes == [1, -signal.SIGTERM]  # the second leaves the word to the first
     (line,) = group.errs[0].splitlines()
     assert line.startswith("error: the weights") and "[True, False]" in line
+    assert group.errs[1] == ""
     assert checkpoint(SCRIPT, group.run)["global_step"] == 32
 
 
@@ -409,3 +415,74 @@ def test_signal_to_torchrun_saves_and_ends(signum, torchrun, tmp_path):
     assert checkpoint(SCRIPT, tmp_path / "run")["global_step"] > 512
     assert '"finished": false' in (tmp_path / "run" / "result.json").read_text()
     assert printed_command(stdout)[1:3] == ["--resume", "run"]
+
+
+# === Two machines
+
+
+@pytest.fixture
+def hosts():
+    """Two hosts with a cable between them, as network namespaces: (name, address) of each."""
+    pid = os.getpid()
+    names, cables = ([f"{kind}{pid}{end}" for end in "ab"] for kind in ("ppo", "v"))
+    hosts = list(zip(names, ("10.213.0.1", "10.213.0.2"), cables, strict=True))
+    commands = [f"netns add {name}" for name in names]
+    commands += [f"link add {cables[0]} type veth peer name {cables[1]}"]
+    for name, address, cable in hosts:
+        commands += [f"link set {cable} netns {name}", f"-n {name} link set lo up"]
+        commands += [f"-n {name} addr add {address}/24 dev {cable}"]
+        commands += [f"-n {name} link set {cable} up"]
+    try:
+        for command in commands:
+            made = shutil.which("ip") and subprocess.run(
+                ["ip", *command.split()], capture_output=True, check=False
+            )
+            if not made or made.returncode:
+                pytest.skip("network namespaces are not permitted here")
+        yield hosts
+    finally:
+        for name in names if shutil.which("ip") else ():
+            subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+
+
+def start_on(host: tuple, folder: Path, *argv: object) -> subprocess.Popen:
+    """Start torchrun with one process on one of two hosts, which see the same folder."""
+    name, address, cable = host
+    options = ["--nnodes", 2, "--nproc-per-node", 1, "--rdzv-backend", "c10d", "--rdzv-id", "two"]
+    options += ["--rdzv-endpoint", "10.213.0.1:29400", "--local-addr", address]
+    # by their names, which are the same here, they could not tell which of them that is
+    options += ["--rdzv-conf", f"is_host={int(address == '10.213.0.1')}"]
+    environ = {"PYTHONPATH": str(ROOT / "tests"), "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        ["ip", "netns", "exec", name, *torchrun_command(*options, ROOT / f"{SCRIPT}.py", *argv)],
+        cwd=folder,
+        env=os.environ | environ | {"GLOO_SOCKET_IFNAME": cable},
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+
+
+@pytest.mark.slow
+def test_two_machines_learn_what_one_does(hosts, pair, tmp_path):
+    nodes = [start_on(host, tmp_path, *TINY, "--run-dir", "run") for host in hosts]
+    outs = [node.communicate(timeout=PATIENCE) for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], outs
+    assert sorted("64 of 64 steps" in stdout for stdout, _ in outs) == [False, True]
+    assert torch.equal(weights(tmp_path / "run"), weights(pair.run))
+
+
+@pytest.mark.slow
+def test_process_killed_on_one_machine_ends_both(hosts, tmp_path):
+    nodes = [start_on(host, tmp_path, *LONG_ROLLOUTS, "--run-dir", "run") for host in hosts]
+    try:
+        wait_for(lambda: saved(tmp_path / "run"), "checkpoint")
+        os.kill(pid_of(1, tmp_path), signal.SIGKILL)
+        for node in nodes:
+            node.communicate(timeout=30)
+            assert node.returncode != 0
+        assert checkpoint(SCRIPT, tmp_path / "run")["global_step"] >= 512
+    finally:
+        for pid in processes_in(tmp_path):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
