@@ -14,6 +14,9 @@ import pytest
 import yaml
 from conftest import ROOT, TINY, load_script
 
+sys.path.insert(0, str(ROOT / "scripts"))
+from record import code_hash, read_csv
+
 SWEEPS = sorted((ROOT / "sweeps").glob("*.yaml"))
 REPRODUCE, COMPARE = ROOT / "benchmarks/reproduce.py", ROOT / "benchmarks/compare.py"
 # https://docs.wandb.ai/models/sweeps/sweep-config-keys (W&B ships no schema)
@@ -299,3 +302,36 @@ def test_compare_refuses_other_files(compare, tmp_path):
     assert compare(old, tmp_path / "missing.csv")[0] == 2
     code, output = compare(old, write(tmp_path / "new.csv", [{"x": 1}]))
     assert code == 2 and "both files must be" in output
+
+
+# the ablations
+
+
+def test_ablations_lack_one_detail_each():
+    sys.path.insert(0, str(REPRODUCE.parent))
+    try:
+        ablate = load(REPRODUCE.with_name("ablate.py"))
+    finally:
+        sys.path.remove(str(REPRODUCE.parent))
+    for script, _ in ablate.TASKS.values():
+        source = (ROOT / f"{script}.py").read_text()
+        found = ablate.mutants(script, "")
+        assert found.pop("all details") == source and len(set(found.values())) == len(found)
+        ids = {" ".join(name.split()[:2]) for name in found}
+        # core 12 are the numbers that are logged; without continuous 1 there is no policy
+        core = {f"core {i}" for i in range(1, 14)} - {"core 12"}
+        continuous = {f"continuous {i}" for i in range(2, 10)}
+        # two networks are continuous 4 as well as core 13
+        assert ids == (core if script == "ppo" else core - {"core 13"} | continuous)
+        assert all(mutant != source for mutant in found.values())
+    assert set(ablate.mutants("ppo", "core 7")) == {
+        "all details",
+        "core 7 Normalization of advantages",
+    }
+
+
+def test_ablation_rows_are_of_todays_code():
+    rows = read_csv(ROOT / "results/ablations.csv")
+    assert rows and {row["blocks"] for row in rows} <= {
+        code_hash((ROOT / f"{row['script']}.py").read_text()) for row in rows
+    }
