@@ -97,6 +97,7 @@ warnings.filterwarnings("ignore", "(?s).*The environment .*-v4 is out of date")
 # MuJoCo would write its warnings into a file here; this one is about HalfCheetah's own XML
 mujoco.set_mju_user_warning(warnings.warn)
 warnings.filterwarnings("ignore", "(?s).*settotalmass")
+np.seterr(invalid="ignore")  # an infinite reward ends the run in one line, at the gradient
 if sys.platform == "linux" and not os.environ.get("DISPLAY"):
     os.environ.setdefault("MUJOCO_GL", "egl")  # videos on a machine without a screen
 

@@ -77,12 +77,14 @@ def test_an_agents_command_trains(path, tmp_path):
     words = reproduce.agent_command(sweep | {"program": str(ROOT / sweep["program"])}, cell)
     cut = TINY[name] | {"eval_episodes": 0, "run_dir": "run"}
     words += [f"--{key.replace('_', '-')}={value}" for key, value in cut.items()]
-    env = os.environ | {"WANDB_MODE": "offline", "OMP_NUM_THREADS": "1"}
+    # one of them with W&B's own process, which takes seconds to start and to end
+    offline = path.stem == "classic_control"
+    env = os.environ | {"WANDB_MODE": "offline" if offline else "disabled", "OMP_NUM_THREADS": "1"}
     env["PATH"] = f"{Path(sys.executable).parent}:{env['PATH']}"
     done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert json.loads((tmp_path / "run/result.json").read_text())["finished"]
-    assert list((tmp_path / "wandb").glob("offline-run-*"))
+    assert len(list(tmp_path.glob("wandb/offline-run-*"))) == offline
 
 
 def test_the_57_games_but_one():
