@@ -579,7 +579,7 @@ def policy_worker(args: Args, shared: Shared, index: int):
     x, device = shared.arrays(), pick_device(args)
     agent, version = copy.deepcopy(shared.weights[0]).to(device), -1
     if agent.bf16:
-        agent.network.bfloat16()  # once for each version, not in each call, which took a third of it
+        agent.network.bfloat16()  # cast once, not in each call: that is a third of it
     workers = np.arange(args.total_splits) // args.num_splits
     mine = workers % args.num_policy_workers == index
     while True:
