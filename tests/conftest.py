@@ -61,7 +61,9 @@ def run_script(*argv: object, cwd: Path, timeout: float = 120, **environ: str):
 
 
 def run_forked(*argv: object, cwd: Path, timeout: float = 120, **environ: str):
-    """The same by a process that has what it imports already, in a tenth of the time."""
+    """The same by a process that has what it imports already, which saves seconds."""
+    if sys.platform != "linux":
+        return run_script(*argv, cwd=cwd, timeout=timeout, **environ)
     process = Forked(argv, cwd, environment(**environ))
     try:
         stdout, stderr = process.communicate(timeout)

@@ -32,9 +32,13 @@ ORDER_SIZE = 2**20  # bytes: a command and its environment
 def server() -> socket.socket:
     """Start the server; it ends with this process."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    environ = os.environ | {"OMP_NUM_THREADS": "1"}  # a process with threads should not fork
-    folder = Path(__file__).parent
-    subprocess.Popen([sys.executable, __file__], stdin=theirs, cwd=folder, env=environ)
+    subprocess.Popen(
+        [sys.executable, __file__],
+        cwd=Path(__file__).parent,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},  # what has threads should not fork
+        stdin=theirs,
+        stdout=subprocess.DEVNULL,
+    )
     theirs.close()
     return ours
 
@@ -135,7 +139,7 @@ if __name__ == "__main__":
     for module in PRELOADED:
         with contextlib.suppress(ImportError):  # not on every machine
             importlib.import_module(module)
-    assert len(os.listdir("/proc/self/task")) == 1, "a process with threads should not fork"
+    assert len(os.listdir("/proc/self/task")) == 1, "what has threads should not fork"
     gc.freeze()  # nothing of all this is garbage: a child that looks for some takes seconds
     sys.argv = wait_for_orders()
     folders = os.environ.get("PYTHONPATH", "").split(os.pathsep)
