@@ -7,7 +7,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, SCRIPTS, TINY, load_script, run_script
+from conftest import ROOT, SCRIPTS, TINY, load_script, run_forked, run_script
 from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete, Text, Tuple
 
 VECTOR, IMAGE = Box(-1, 1, (3,), np.float32), Box(0, 255, (84, 84, 3), np.uint8)
@@ -87,157 +87,111 @@ for env_id, mask in MASKS.items():
 gym.register("Broken-v0", Broken, kwargs={"error": RuntimeError("no such\nlevel")})
 gym.register("Silent-v0", Broken, kwargs={"error": AssertionError()})
 
-# flag, value, a piece of the message; an environment may say what is wrong with it in its own words
+
+def rows(flag: str, piece: str, *values: object) -> list[tuple]:
+    """Values of a flag that are refused with this piece of a message."""
+    return [(flag, value, piece) for value in values]
+
+
+def envs(piece: str, env_ids: str) -> list[tuple]:
+    """The same for environments, which may say what is wrong with them in their own words."""
+    return rows("env-id", piece, *env_ids.split())
+
+
 ALL = [
-    ("env-id", "Nope-v0", "doesn't exist"),
-    ("env-id", "Cartpole-v1", "Did you mean: `CartPole`"),
-    ("env-id", "CartPole-v9", "version `v9`"),
-    ("env-id", "no_such_module:Env-v0", "No module named 'no_such_module'"),
-    ("env-id", "toy_envs:Nope-v0", "doesn't exist"),
-    ("env-id", "a/b/c", "Malformed environment ID"),
-    ("env-id", "", "Malformed environment ID"),
-    ("env-id", ":", "Empty module name"),
-    ("env-id", "Broken-v0", "no such level"),
-    ("env-id", "Silent-v0", "AssertionError"),
-    ("total-timesteps", 0, "is not between 1 and inf"),
-    ("total-timesteps", -1, "is not between 1 and inf"),
-    ("total-timesteps", 100, "less than one batch"),
-    ("learning-rate", -1e-3, "is not between 0 and 1"),
-    ("learning-rate", 1.5, "is not between 0 and 1"),
-    ("learning-rate", "nan", "is not between 0 and 1"),
-    ("learning-rate", "inf", "is not between 0 and 1"),
-    ("learning-rate", "-inf", "is not between 0 and 1"),
-    ("num-envs", 0, "is not between 1 and inf"),
-    ("num-envs", -4, "is not between 1 and inf"),
-    ("num-steps", 0, "is not between 1 and inf"),
-    ("num-steps", -128, "is not between 1 and inf"),
-    ("gamma", -0.1, "is not between 0 and 1"),
-    ("gamma", 1.01, "is not between 0 and 1"),
-    ("gamma", "nan", "is not between 0 and 1"),
-    ("gae-lambda", -0.1, "is not between 0 and 1"),
-    ("gae-lambda", 1.01, "is not between 0 and 1"),
-    ("gae-lambda", "nan", "is not between 0 and 1"),
-    ("num-minibatches", 0, "is not between 1 and inf"),
-    ("num-minibatches", -4, "is not between 1 and inf"),
-    ("num-minibatches", 3, "3 does not divide"),
-    ("num-minibatches", 100_000, "100000 does not divide"),
-    ("update-epochs", 0, "is not between 1 and inf"),
-    ("update-epochs", -1, "is not between 1 and inf"),
-    ("clip-coef", -0.1, "is not between 0 and inf"),
-    ("clip-coef", "nan", "is not between 0 and inf"),
-    ("ent-coef", -0.01, "is not between 0 and 1000000000"),
-    ("ent-coef", "nan", "is not between 0 and 1000000000"),
-    ("vf-coef", -0.5, "is not between 0 and 1000000000"),
-    ("vf-coef", "nan", "is not between 0 and 1000000000"),
-    ("max-grad-norm", -0.5, "is not between 0 and inf"),
-    ("max-grad-norm", "nan", "is not between 0 and inf"),
-    ("target-kl", -0.01, "is not between 0 and inf"),
-    ("target-kl", "nan", "is not between 0 and inf"),
-    ("seed", -1, "is not between 0 and 1000000000"),
-    ("seed", 10**10, "is not between 0 and 1000000000"),
-    ("checkpoint-every", -1, "is not between 0 and inf"),
-    ("checkpoint-every", "nan", "is not between 0 and inf"),
-    ("stop-at", 0, "is not between 1 and inf"),
-    ("stop-at", -1, "is not between 1 and inf"),
-    ("eval-episodes", -1, "is not between 0 and 1000000000"),
-    ("resume", "no-such-run", "there is no no-such-run"),
-    ("evaluate", "no-such-run", "there is no no-such-run"),
-    ("run-dir", "a-file", "cannot write in"),
-    ("run-dir", "a-file/run", "cannot write in"),
-    ("run-dir", "a-file/deep/run", "cannot write in"),
+    *envs("doesn't exist", "Nope-v0 toy_envs:Nope-v0"),
+    *envs("Did you mean: `CartPole`", "Cartpole-v1"),
+    *envs("version `v9`", "CartPole-v9"),
+    *envs("No module named 'no_such_module'", "no_such_module:Env-v0"),
+    *rows("env-id", "Malformed environment ID", "a/b/c", ""),
+    *envs("Empty module name", ":"),
+    *envs("no such level", "Broken-v0"),
+    *envs("AssertionError", "Silent-v0"),
+    *rows("total-timesteps", "is not between 1 and inf", 0, -1),
+    *rows("total-timesteps", "less than one batch", 100),
+    *rows("learning-rate", "is not between 0 and 1", -1e-3, 1.5, "nan", "inf", "-inf"),
+    *rows("num-envs", "is not between 1 and inf", 0, -4),
+    *rows("num-steps", "is not between 1 and inf", 0, -128),
+    *rows("gamma", "is not between 0 and 1", -0.1, 1.01, "nan"),
+    *rows("gae-lambda", "is not between 0 and 1", -0.1, 1.01, "nan"),
+    *rows("num-minibatches", "is not between 1 and inf", 0, -4),
+    *rows("num-minibatches", "3 does not divide", 3),
+    *rows("num-minibatches", "100000 does not divide", 100_000),
+    *rows("update-epochs", "is not between 1 and inf", 0, -1),
+    *rows("clip-coef", "is not between 0 and inf", -0.1, "nan"),
+    *rows("ent-coef", "is not between 0 and 1000000000", -0.01, "nan"),
+    *rows("vf-coef", "is not between 0 and 1000000000", -0.5, "nan"),
+    *rows("max-grad-norm", "is not between 0 and inf", -0.5, "nan"),
+    *rows("target-kl", "is not between 0 and inf", -0.01, "nan"),
+    *rows("seed", "is not between 0 and 1000000000", -1, 10**10),
+    *rows("checkpoint-every", "is not between 0 and inf", -1, "nan"),
+    *rows("stop-at", "is not between 1 and inf", 0, -1),
+    *rows("eval-episodes", "is not between 0 and 1000000000", -1),
+    *rows("resume", "there is no no-such-run", "no-such-run"),
+    *rows("evaluate", "there is no no-such-run", "no-such-run"),
+    *rows("run-dir", "cannot write in", "a-file", "a-file/run", "a-file/deep/run"),
 ]
 PPO = [
-    ("env-id", "Image-v0", "use ppo_atari.py"),
-    ("env-id", "Pendulum-v1", "use ppo_continuous.py"),
-    ("env-id", "Hopper-v4", "use ppo_continuous.py"),
-    ("env-id", "Continuous-v0", "use ppo_continuous.py"),
-    ("env-id", "MultiDiscrete-v0", "use ppo_multidiscrete.py"),
-    ("env-id", "MultiBinary-v0", "use ppo_multidiscrete.py"),
-    ("env-id", "FrozenLake-v1", "FlattenObservation"),
-    ("env-id", "Blackjack-v1", "FlattenObservation"),
-    ("env-id", "DiscreteObs-v0", "not Discrete(3)"),
-    ("env-id", "DictObs-v0", "FlattenObservation"),
-    ("env-id", "TupleObs-v0", "FlattenObservation"),
-    ("env-id", "BinaryObs-v0", "FlattenObservation"),
-    ("env-id", "TextObs-v0", "must be a flat Box"),
-    ("env-id", "Matrix-v0", "must be a flat Box"),
-    ("env-id", "Number-v0", "must be a flat Box"),
-    ("env-id", "StartAtOne-v0", "start at 0"),
-    ("env-id", "DictAction-v0", "must be Discrete"),
+    *envs("use ppo_atari.py", "Image-v0"),
+    *envs("use ppo_continuous.py", "Pendulum-v1 Hopper-v4 Continuous-v0"),
+    *envs("use ppo_multidiscrete.py", "MultiDiscrete-v0 MultiBinary-v0"),
+    *envs("FlattenObservation", "FrozenLake-v1 Blackjack-v1 DictObs-v0 TupleObs-v0 BinaryObs-v0"),
+    *envs("not Discrete(3)", "DiscreteObs-v0"),
+    *envs("must be a flat Box", "TextObs-v0 Matrix-v0 Number-v0"),
+    *envs("start at 0", "StartAtOne-v0"),
+    *envs("must be Discrete", "DictAction-v0"),
 ]
 ATARI = [
-    ("env-id", "CartPole-v1", "use ppo.py"),
-    ("env-id", "Pendulum-v1", "ppo_continuous.py"),
-    ("env-id", "DictObs-v0", "not RGB images"),
-    ("env-id", "DiscreteObs-v0", "not RGB images"),
-    ("env-id", "Matrix-v0", "not RGB images"),
-    ("env-id", "ImageMultiDiscrete-v0", "use ppo_multidiscrete.py"),
-    ("env-id", "ImageContinuous-v0", "must be Discrete"),
-    ("env-id", "ImageStartAtOne-v0", "start at 0"),
-    ("env-id", "Image-v0", "no Atari game"),
-    ("env-id", "ALE/Breakout-v5", "use a NoFrameskip-v4 id"),
-    ("env-id", "Breakout-v4", "use a NoFrameskip-v4 id"),
+    *envs("use ppo.py", "CartPole-v1"),
+    *envs("ppo_continuous.py", "Pendulum-v1"),
+    *envs("not RGB images", "DictObs-v0 DiscreteObs-v0 Matrix-v0"),
+    *envs("use ppo_multidiscrete.py", "ImageMultiDiscrete-v0"),
+    *envs("must be Discrete", "ImageContinuous-v0"),
+    *envs("start at 0", "ImageStartAtOne-v0"),
+    *envs("no Atari game", "Image-v0"),
+    *envs("use a NoFrameskip-v4 id", "ALE/Breakout-v5 Breakout-v4"),
 ]
 CONTINUOUS = [
-    ("env-id", "CartPole-v1", "use ppo.py"),
-    ("env-id", "Image-v0", "ppo_atari.py for images"),
-    ("env-id", "MultiDiscrete-v0", "use ppo_multidiscrete.py"),
-    ("env-id", "MultiBinary-v0", "use ppo_multidiscrete.py"),
-    ("env-id", "DictAction-v0", "must be a Box of floats"),
-    ("env-id", "TupleAction-v0", "must be a Box of floats"),
-    ("env-id", "IntegerAction-v0", "must be a Box of floats"),
-    ("env-id", "NumberAction-v0", "must be a Box of floats"),
-    ("env-id", "HalfPrecision-v0", "must be a Box of floats"),
-    ("env-id", "Unbounded-v0", "must have bounds"),
-    ("env-id", "HalfBounded-v0", "must have bounds"),
-    ("env-id", "OneUnbounded-v0", "must have bounds"),
-    ("env-id", "ImageContinuous-v0", "must be a flat Box"),
-    ("env-id", "ContinuousMatrix-v0", "must be a flat Box"),
-    ("env-id", "ContinuousDictObs-v0", "FlattenObservation"),
-    ("env-id", "ContinuousDiscreteObs-v0", "FlattenObservation"),
-    ("env-id", "HalfCheetah-v2", "v2 and v3 based environments have been moved"),
-    ("env-id", "Humanoid-v3", "v2 and v3 based environments have been moved"),
-    ("env-id", "HalfCheetah-v9", "version `v9`"),
+    *envs("use ppo.py", "CartPole-v1"),
+    *envs("ppo_atari.py for images", "Image-v0"),
+    *envs("use ppo_multidiscrete.py", "MultiDiscrete-v0 MultiBinary-v0"),
+    *envs(
+        "must be a Box of floats",
+        "DictAction-v0 TupleAction-v0 IntegerAction-v0 NumberAction-v0 HalfPrecision-v0",
+    ),
+    *envs("must have bounds", "Unbounded-v0 HalfBounded-v0 OneUnbounded-v0"),
+    *envs("must be a flat Box", "ImageContinuous-v0 ContinuousMatrix-v0"),
+    *envs("FlattenObservation", "ContinuousDictObs-v0 ContinuousDiscreteObs-v0"),
+    *envs("v2 and v3 based environments have been moved", "HalfCheetah-v2 Humanoid-v3"),
+    *envs("version `v9`", "HalfCheetah-v9"),
 ]
-LSTM = [
-    ("num-minibatches", 3, "does not divide 8 num-envs"),
-    ("num-minibatches", 16, "does not divide 8 num-envs"),  # although it divides the batch
-]
+LSTM = rows("num-minibatches", "does not divide 8 num-envs", 3, 16)  # 16 divides the batch
 MULTIDISCRETE = [
-    ("env-id", "CartPole-v1", "must be RGB images"),
-    ("env-id", "Hopper-v4", "must be RGB images"),
-    ("env-id", "MultiDiscrete-v0", "must be RGB images"),
-    ("env-id", "DictObs-v0", "must be RGB images"),
-    ("env-id", "DiscreteObs-v0", "must be RGB images"),
-    ("env-id", "TextObs-v0", "must be RGB images"),
-    ("env-id", "PartsDictObs-v0", "must be RGB images"),
-    ("env-id", "PartsGrayScreen-v0", "must be RGB images"),
-    ("env-id", "PartsFloatScreen-v0", "must be RGB images"),
-    ("env-id", "PartsTupleObs-v0", "must be RGB images"),
-    ("env-id", "Image-v0", "use ppo_atari.py"),
-    ("env-id", "ImageStartAtOne-v0", "use ppo_atari.py"),
-    ("env-id", "ImageContinuous-v0", "continuous"),
-    ("env-id", "ImageDictAction-v0", "MultiDiscrete from 0, or MultiBinary"),
-    ("env-id", "ImagePartsAtOne-v0", "MultiDiscrete from 0, or MultiBinary"),
-    ("env-id", "ImagePartsTable-v0", "MultiDiscrete from 0, or MultiBinary"),
-    ("env-id", "ImageBinaryTable-v0", "MultiDiscrete from 0, or MultiBinary"),
-    ("env-id", "VizdoomBasic-v0", "use `VizdoomBasic-v1`"),
-    ("env-id", "VizdoomBasic-v9", "version `v9`"),
-    ("reward-scale", 0, "is not between"),
-    ("reward-scale", -0.01, "is not between"),
-    ("reward-scale", "nan", "is not between"),
-    *(("env-id", env_id, "of 4 bools") for env_id in MASKS),
+    *envs(
+        "must be RGB images",
+        "CartPole-v1 Hopper-v4 MultiDiscrete-v0 DictObs-v0 DiscreteObs-v0 TextObs-v0 "
+        "PartsDictObs-v0 PartsGrayScreen-v0 PartsFloatScreen-v0 PartsTupleObs-v0",
+    ),
+    *envs("use ppo_atari.py", "Image-v0 ImageStartAtOne-v0"),
+    *envs("continuous", "ImageContinuous-v0"),
+    *envs(
+        "MultiDiscrete from 0, or MultiBinary",
+        "ImageDictAction-v0 ImagePartsAtOne-v0 ImagePartsTable-v0 ImageBinaryTable-v0",
+    ),
+    *envs("use `VizdoomBasic-v1`", "VizdoomBasic-v0"),
+    *envs("version `v9`", "VizdoomBasic-v9"),
+    *rows("reward-scale", "is not between", 0, -0.01, "nan"),
+    *rows("env-id", "of 4 bools", *MASKS),
 ]
 ENVPOOL = [
-    ("env-id", "BreakoutNoFrameskip-v4", "EnvPool has no BreakoutNoFrameskip-v4; the nearest are"),
-    ("env-id", "BreakoutNoFrameskip-v4", "Breakout-v5"),
-    ("env-id", "breakout-v5", "Breakout-v5"),
-    ("env-id", "toy_envs:Clock-v0", "EnvPool has no toy_envs:Clock-v0"),
-    ("env-id", "", "EnvPool has no ; the nearest are"),
-    ("env-id", "CartPole-v1", "use ppo.py"),
-    ("env-id", "HalfCheetah-v4", "ppo_continuous.py"),
-    ("env-id", "Taxi-v3", "not images"),
-    ("num-threads", -1, "is not between"),
+    *envs("EnvPool has no BreakoutNoFrameskip-v4; the nearest are", "BreakoutNoFrameskip-v4"),
+    *envs("Breakout-v5", "BreakoutNoFrameskip-v4 breakout-v5"),
+    *envs("EnvPool has no toy_envs:Clock-v0", "toy_envs:Clock-v0"),
+    *rows("env-id", "EnvPool has no ; the nearest are", ""),
+    *envs("use ppo.py", "CartPole-v1"),
+    *envs("ppo_continuous.py", "HalfCheetah-v4"),
+    *envs("not images", "Taxi-v3"),
+    *rows("num-threads", "is not between", -1),
     *(case for case in ALL if case[0] != "env-id"),  # its ids are EnvPool's
 ]
 CASES = {
@@ -524,8 +478,9 @@ def check_process(process, flag: str, piece: str) -> None:
     assert sorted(path.name for path in Path().iterdir()) == ["a-file"]
 
 
+WITHOUT_ALE = "--env-id BreakoutNoFrameskip-v4"  # nothing in ppo.py imports Atari's games
 PROCESSES = [
-    ("ppo", "--env-id BreakoutNoFrameskip-v4", "env-id", "doesn't exist"),  # without ale_py
+    ("ppo", WITHOUT_ALE, "env-id", "doesn't exist"),
     ("ppo", "--env-id Hopper-v4", "env-id", "use ppo_continuous.py"),
     ("ppo_shared", "--num-minibatches 3", "num-minibatches", "does not divide"),
     ("ppo_atari", "--env-id ALE/Breakout-v5", "env-id", "use a NoFrameskip-v4 id"),
@@ -539,13 +494,14 @@ PROCESSES = [
 
 @pytest.mark.parametrize(("name", "command", "flag", "piece"), PROCESSES)
 def test_process(name, command, flag, piece, tmp_path):
-    process = run_script(ROOT / f"{name}.py", *command.split(), cwd=tmp_path)
+    run = run_script if (name, command) == ("ppo", WITHOUT_ALE) else run_forked
+    process = run(ROOT / f"{name}.py", *command.split(), cwd=tmp_path)
     check_process(process, flag, piece)
 
 
 def test_capture_video_of_what_cannot_draw(tmp_path):
     command = "--env-id toy_envs:Clock-v0 --capture-video"
-    process = run_script(ROOT / "ppo.py", *command.split(), cwd=tmp_path)
+    process = run_forked(ROOT / "ppo.py", *command.split(), cwd=tmp_path)
     check_process(process, "capture-video", "render")
 
 
@@ -559,7 +515,7 @@ def test_track_without_a_key(tmp_path, monkeypatch):
         monkeypatch.delenv(name, raising=False)
     (home := tmp_path / "home").mkdir()
     (work := tmp_path / "work").mkdir()
-    process = run_script(ROOT / "ppo.py", "--track", cwd=work, HOME=str(home), WANDB_MODE="online")
+    process = run_forked(ROOT / "ppo.py", "--track", cwd=work, HOME=str(home), WANDB_MODE="online")
     monkeypatch.chdir(work)
     Path("a-file").touch()
     check_process(process, "track", "run `wandb login`, or set WANDB_MODE=offline")

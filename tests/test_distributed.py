@@ -24,9 +24,9 @@ import numpy as np
 import pytest
 import torch
 import torch._dynamo  # Adam asks for it: loaded once here, not in every process
-from conftest import ROOT, load_script
+from conftest import ROOT, environment, load_script
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from test_faults import PATIENCE, checkpoint, printed_command, saved, wait_for
+from test_faults import PATIENCE, checkpoint, kill_all, printed_command, saved, wait_for
 from test_runs import EVEN
 from torch.optim import optimizer as optim
 from toy_envs import ToyAtari
@@ -329,23 +329,17 @@ def torchrun(tmp_path):
 
     def start(*argv: object, options: tuple = ()) -> subprocess.Popen:
         options = ("--standalone", "--nproc-per-node", 2, *options)
-        process = subprocess.Popen(
-            torchrun_command(*options, ROOT / f"{SCRIPT}.py", *argv),
-            cwd=tmp_path,
-            env=os.environ | {"PYTHONPATH": str(ROOT / "tests"), "OMP_NUM_THREADS": "1"},
-            text=True,
-            start_new_session=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+        command = torchrun_command(*options, ROOT / f"{SCRIPT}.py", *argv)
+        env = environment(OMP_NUM_THREADS="1")
+        pipes = {"text": True, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        processes.append(
+            subprocess.Popen(command, cwd=tmp_path, env=env, start_new_session=True, **pipes)
         )
-        processes.append(process)
-        return process
+        return processes[-1]
 
     yield start
     for process in processes:
-        for pid in processes_in(tmp_path):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        kill_all(processes_in(tmp_path))
         process.communicate()
 
 
@@ -452,11 +446,10 @@ def start_on(host: tuple, folder: Path, *argv: object) -> subprocess.Popen:
     options += ["--rdzv-endpoint", "10.213.0.1:29400", "--local-addr", address]
     # by their names, which are the same here, they could not tell which of them that is
     options += ["--rdzv-conf", f"is_host={int(address == '10.213.0.1')}"]
-    environ = {"PYTHONPATH": str(ROOT / "tests"), "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
         ["ip", "netns", "exec", name, *torchrun_command(*options, ROOT / f"{SCRIPT}.py", *argv)],
         cwd=folder,
-        env=os.environ | environ | {"GLOO_SOCKET_IFNAME": cable},
+        env=environment(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME=cable),
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -483,6 +476,4 @@ def test_process_killed_on_one_machine_ends_both(hosts, tmp_path):
             assert node.returncode != 0
         assert checkpoint(SCRIPT, tmp_path / "run")["global_step"] >= 512
     finally:
-        for pid in processes_in(tmp_path):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        kill_all(processes_in(tmp_path))

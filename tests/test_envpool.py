@@ -3,21 +3,21 @@
 The policy is a function of the picture, so that all that follows can be played again elsewhere.
 """
 
-import os
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import cv2
 import numpy as np
 import pytest
+import test_faults
 import torch
-from conftest import ROOT, load_script, run_script
+from conftest import ROOT, load_script, run_forked
 from test_details_envpool import make_envs, watch_pools
+from test_faults import saved, wait_for
 from test_runs import same_state
+
+start = test_faults.start  # the fixture
 
 SIZES = {"num_envs": 4, "num_steps": 128, "num_minibatches": 4, "update_epochs": 1}
 SIZES |= {"total_timesteps": 1024, "eval_episodes": 0, "device": "cpu", "num_threads": 1}
@@ -222,24 +222,23 @@ def test_vizdoom(script):
     assert len(script.evaluate(script.parse(["--evaluate", "run"]), run)) == 1
 
 
-def test_kill_resume_and_evaluate():
+def test_kill_resume_and_evaluate(start):
     """As processes: a kill, then the rest of the run, then its games as films."""
     sizes = "--num-envs 2 --num-steps 16 --num-minibatches 2 --update-epochs 1 --async-envs"
     sizes += " --total-timesteps 1000000 --run-dir run --checkpoint-every 0"
-    path, here = ROOT / "envpool_ppo.py", {"cwd": Path.cwd(), "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen([sys.executable, path, *sizes.split()], stdout=subprocess.DEVNULL) as run:
-        while not Path("run", "checkpoint.pt").exists():
-            assert run.poll() is None
-            time.sleep(0.05)
-        os.kill(run.pid, signal.SIGKILL)
+    path, here = ROOT / "envpool_ppo.py", {"cwd": Path.cwd()}
+    run = start("envpool_ppo", *sizes.split())
+    wait_for(lambda: saved(Path("run")) or run.poll() is not None, "checkpoint")
+    run.kill()
+    assert run.wait() == -signal.SIGKILL
     step = load_script("envpool_ppo").load("resume", "run")["global_step"]
     flags = f"--resume run --stop-at {step + 64}"
-    process = run_script(path, *flags.split(), **here)
+    process = run_forked(path, *flags.split(), **here)
     assert (process.returncode, process.stderr) == (0, "")
     assert f"going on after step {step:,}" in process.stdout
     assert load_script("envpool_ppo").load("resume", "run")["global_step"] == step + 64
     flags = "--evaluate run --capture-video --eval-episodes 2"
-    process = run_script(path, *flags.split(), **here)
+    process = run_forked(path, *flags.split(), **here)
     assert (process.returncode, process.stderr) == (0, "")
     assert "over 2 games" in process.stdout
     assert len(list(Path("run", "videos").glob("*.mp4"))) == 2

@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, SCRIPTS, load_script, run_script
+from conftest import ROOT, SCRIPTS, environment, load_script, run_forked
+from processes import Forked
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
@@ -35,7 +36,7 @@ def wait_for(condition, what: str, timeout: float = PATIENCE):
     raise TimeoutError(f"no {what} after {timeout} s")
 
 
-def session(process: subprocess.Popen) -> list[int]:
+def session(process: Forked) -> list[int]:
     """The living processes of the session that this process leads, read from /proc."""
     alive = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
@@ -46,30 +47,24 @@ def session(process: subprocess.Popen) -> list[int]:
     return alive
 
 
+def kill_all(pids: list[int]) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
 @pytest.fixture
 def start(tmp_path):
     """Start a script in tmp_path as the leader of a session; what is left is killed at the end."""
     processes = []
 
-    def start(name: str, *argv: object) -> subprocess.Popen:
-        env = os.environ | {"PYTHONPATH": str(ROOT / "tests"), "OMP_NUM_THREADS": "1"}
-        process = subprocess.Popen(
-            [sys.executable, str(ROOT / f"{name}.py"), *map(str, argv)],
-            cwd=tmp_path,
-            env=env,
-            text=True,
-            start_new_session=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        )
-        processes.append(process)
-        return process
+    def start(name: str, *argv: object) -> Forked:
+        processes.append(Forked([ROOT / f"{name}.py", *argv], tmp_path, environment()))
+        return processes[-1]
 
     yield start
     for process in processes:
-        for pid in session(process):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        kill_all(session(process))
         process.communicate()
 
 
@@ -197,7 +192,7 @@ def test_signal_saves_and_ends(name, signum, start, tmp_path):
     assert 512 < step < 10_240  # an iteration after the one that saved before
     assert '"finished": false' in (tmp_path / "run" / "result.json").read_text()
 
-    again = run_script(*printed_command(stdout), cwd=tmp_path)
+    again = run_forked(*printed_command(stdout), cwd=tmp_path)
     assert again.returncode == 0, again.stderr
     assert f"going on after step {step:,}" in again.stdout
     assert checkpoint(name, tmp_path / "run")["global_step"] == 10_240
@@ -211,7 +206,7 @@ def test_stop_at_survives_a_signal(start, tmp_path):
     process.send_signal(signal.SIGINT)
     stdout, _ = process.communicate(timeout=PATIENCE)
     assert checkpoint("ppo", tmp_path / "run")["global_step"] < 5120
-    again = run_script(*printed_command(stdout), cwd=tmp_path)
+    again = run_forked(*printed_command(stdout), cwd=tmp_path)
     assert again.returncode == 0, again.stderr
     assert checkpoint("ppo", tmp_path / "run")["global_step"] == 5120
 
@@ -298,7 +293,7 @@ def fill(folder: Path) -> None:
             file.write(b"0" * 512)
 
 
-def check_full(process: subprocess.Popen, run_dir: Path, name: str = "ppo", step=512) -> None:
+def check_full(process: Forked, run_dir: Path, name: str = "ppo", step=512) -> None:
     _, stderr = process.communicate(timeout=PATIENCE)
     assert process.returncode == 1, stderr
     (line,) = stderr.splitlines()
@@ -396,7 +391,7 @@ def test_the_bomb_is_live(tmp_path):
 
 def test_doctored_checkpoint_in_a_process(tmp_path):
     torch_zip(Bomb(tmp_path / "executed"), tmp_path / "checkpoint.pt")
-    process = run_script(ROOT / "ppo.py", "--resume", tmp_path, cwd=tmp_path)
+    process = run_forked(ROOT / "ppo.py", "--resume", tmp_path, cwd=tmp_path)
     assert process.returncode == 2
     assert len(process.stderr.splitlines()) == 1
     assert not (tmp_path / "executed").exists()
@@ -418,7 +413,7 @@ def test_gradient_that_is_not_finite(name, env_id, tmp_path):
     """The bad number comes with step 40 of each environment, in the third iteration."""
     sizes = [*SMALL, "--total-timesteps", 3200, "--checkpoint-every", 0]
     command = [ROOT / f"{name}.py", "--env-id", f"faulty_envs:{env_id}", "--run-dir", "run"]
-    process = run_script(*command, *sizes, cwd=tmp_path)
+    process = run_forked(*command, *sizes, cwd=tmp_path)
     assert process.returncode == 1, process.stderr
     (line,) = process.stderr.splitlines()
     assert line.startswith("error: ")

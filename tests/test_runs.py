@@ -21,7 +21,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, SCRIPTS, TINY, load_script, run_script, source_of
+from conftest import ROOT, SCRIPTS, TINY, load_script, run_forked, run_script, source_of
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from toy_envs import Clock, ContinuousClock, Panel, ToyAtari
 
@@ -537,7 +537,7 @@ def test_video_is_asked_for_each_time():
 
 def trained(*argv: object, **environ: str):
     """Run ppo.py in the current folder to its end."""
-    process = run_script(ROOT / "ppo.py", *argv, cwd=Path.cwd(), **environ)
+    process = run_forked(ROOT / "ppo.py", *argv, cwd=Path.cwd(), **environ)
     assert process.returncode == 0, process.stderr
     return process
 
@@ -641,7 +641,7 @@ def test_environment_of_the_user():
     shutil.copy(ROOT / "ppo.py", ".")
     Path("my_module.py").write_text(MY_ENV)
     flags = "--env-id my_module:MyEnv-v0 --total-timesteps 1024 --run-dir run"
-    process = run_script("ppo.py", *flags.split(), cwd=Path.cwd(), PYTHONPATH="")
+    process = run_forked("ppo.py", *flags.split(), cwd=Path.cwd(), PYTHONPATH="")
     assert process.returncode == 0, process.stderr
     assert "over 10 games" in process.stdout
 
@@ -674,7 +674,7 @@ def test_what_is_forbidden_is_never_done():
     masked = TINY["ppo_multidiscrete"] | {"env_id": "toy_envs:PanelMasked-v0", "eval_episodes": 2}
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in masked.items()]
     flags += ["--vector-mode=async", "--run-dir=async"]
-    process = run_script(ROOT / "ppo_multidiscrete.py", *flags, cwd=Path.cwd(), OMP_NUM_THREADS="1")
+    process = run_forked(ROOT / "ppo_multidiscrete.py", *flags, cwd=Path.cwd())
     assert (process.returncode, process.stderr) == (0, "")
     script = load_script("ppo_multidiscrete")
     sync = train(script, "sync", **masked)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from conftest import ROOT, TINY, load_script
+from conftest import ROOT, TINY, environment, load_script, run_forked
 
 sys.path.insert(0, str(ROOT / "scripts"))
 from record import code_hash, read_csv
@@ -77,11 +77,15 @@ def test_an_agents_command_trains(path, tmp_path):
     words = reproduce.agent_command(sweep | {"program": str(ROOT / sweep["program"])}, cell)
     cut = TINY[name] | {"eval_episodes": 0, "run_dir": "run"}
     words += [f"--{key.replace('_', '-')}={value}" for key, value in cut.items()]
-    # one of them with W&B's own process, which takes seconds to start and to end
+    # one of them as it is, with W&B's own process, which takes seconds to start and to end
     offline = path.stem == "classic_control"
-    env = os.environ | {"WANDB_MODE": "offline" if offline else "disabled", "OMP_NUM_THREADS": "1"}
-    env["PATH"] = f"{Path(sys.executable).parent}:{env['PATH']}"
-    done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True)
+    if offline:
+        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        env = environment(PATH=path, OMP_NUM_THREADS="1")
+        done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True)
+    else:
+        assert words[:2] == ["/usr/bin/env", "python"]
+        done = run_forked(*words[2:], cwd=tmp_path, WANDB_MODE="disabled")
     assert done.returncode == 0, done.stderr
     assert json.loads((tmp_path / "run/result.json").read_text())["finished"]
     assert len(list(tmp_path.glob("wandb/offline-run-*"))) == offline
