@@ -7,9 +7,10 @@ step. Runs in an environment of its own, which benchmarks/throughput.py makes.
 
 SETTINGS: own, what its examples choose (observations and returns normalized by running statistics,
 GAE, a larger network for Doom), or equal, those of appo_async.py: the Nature-CNN with ReLU, behind
-it a GRU for Doom, no running statistics, V-trace, the same losses, Doom's screen shrunk by
-averaging. What stays different either way is its Atari wrappers' order (resize, then gray), Doom's
-HUD, and that it gives its rollout and policy workers a lower priority than its learner.
+it a GRU for Doom, no running statistics, the same losses, Doom's screen shrunk by averaging. What
+stays different either way: GAE in place of V-trace, since 2.1.1's V-trace ends its learner with an
+AttributeError as soon as it writes summaries; its Atari wrappers' order (resize, then gray); Doom's
+HUD; and that its rollout and policy workers have a lower priority than its learner.
 """
 
 import os
@@ -28,7 +29,7 @@ MAIN = {
 EQUAL = [
     *("--encoder_conv_architecture=convnet_atari", "--nonlinearity=relu"),
     *("--normalize_input=False", "--normalize_returns=False"),
-    *("--with_vtrace=True", "--recurrence=32", "--ppo_clip_ratio=0.1", "--ppo_clip_value=0.1"),
+    *("--gae_lambda=0.95", "--ppo_clip_ratio=0.1", "--ppo_clip_value=0.1"),
     *("--exploration_loss=entropy", "--exploration_loss_coeff=0.01", "--value_loss_coeff=0.5"),
     *("--max_grad_norm=0.5", "--learning_rate=0.00025", "--adam_eps=1e-5"),
 ]
@@ -72,11 +73,14 @@ def measure(task: str, seconds: float, settings: str, flags: list[str]) -> float
             start_new_session=True,
         )
         seen: list[tuple[float, int]] = []
+        latest = time.perf_counter() + 300  # a learner that has died leaves the others running
         try:
             for line in process.stdout:
                 if match := LINE.search(line):
                     seen.append((time.perf_counter(), int(match[1])))
                 if seen and seen[-1][1] > 0 and seen[-1][0] - first_moving(seen) > seconds:
+                    break
+                if time.perf_counter() > latest and not (seen and seen[-1][1]):
                     break
         finally:
             os.killpg(process.pid, signal.SIGKILL)
