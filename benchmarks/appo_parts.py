@@ -1,7 +1,8 @@
 """What appo_async.py is made of, each part alone: appo_parts.py WHAT SECONDS [FLAG ...].
 
     bound       environments, inference and learning, each in as many processes as there are cores,
-                at the same time, since two busy cores are slower than two times one
+                at the same time, since two busy cores are slower than two times one; inference
+                with as many observations at once as a policy worker has in a short real run
     simulation  as many processes as workers that do nothing but step environments
     sampler     rollout workers, policy worker and shared memory as they are, with a network that
                 costs nothing and a learner that only gives slots back
@@ -10,9 +11,12 @@ FLAGs are those of appo_async.py. Prints NAME=VALUE pairs, rates in steps (or sa
 all processes together. benchmarks/throughput.py calls it, in a process of its own.
 """
 
+import dataclasses
+import functools
 import multiprocessing
 import os
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -23,6 +27,7 @@ from torch import nn
 
 import appo_async as appo
 
+COUNTS = "APPO_COUNTS"  # the environment variable that tells policy workers where to write
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
@@ -81,8 +86,34 @@ def simulation(args, worker: int, seconds: float, barrier) -> dict:
     return found
 
 
-def network(args, worker: int, seconds: float, barrier) -> dict:
-    """Inference for one split, and one epoch over one minibatch, as in an update."""
+def counting_part(args, shared, member: int, role: str, index: int, parent: int) -> None:
+    """appo_async.run_part in a process that counts how many observations it answers at once."""
+    sizes, judge = [], appo.Agent.get_action_and_value
+
+    def counted(self, x, *words):
+        sizes.append(len(x))
+        return judge(self, x, *words)
+
+    appo.Agent.get_action_and_value = counted
+    try:
+        appo.run_part(args, shared, member, role, index, parent)
+    finally:
+        if role == "policy":
+            Path(os.environ[COUNTS], f"{index}.sizes").write_text(" ".join(map(str, sizes)))
+
+
+def batch_that_occurs(args) -> int:
+    """The mean number of observations in a policy worker's forward pass, in eight updates."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ[COUNTS], appo.run_part = folder, counting_part
+        short = {"stop_at": 8 * args.batch_size, "eval_episodes": 0, "run_dir": f"{folder}/run"}
+        appo.train(dataclasses.replace(args, **short))
+        sizes = [int(n) for path in Path(folder).glob("*.sizes") for n in path.read_text().split()]
+    return round(sum(sizes) / len(sizes))
+
+
+def network(batch: int, args, worker: int, seconds: float, barrier) -> dict:
+    """Inference for a batch of that size, and one epoch over one minibatch, as in an update."""
     device = appo.pick_device(args)
     envs, obs = appo.make_envs(args, 1, args.seed)
     agent = appo.Agent(envs, args).to(device)
@@ -95,8 +126,8 @@ def network(args, worker: int, seconds: float, barrier) -> dict:
     def some(rows: int):
         return torch.as_tensor(obs).expand(rows, *obs.shape[1:]).contiguous(), torch.zeros(rows)
 
-    few, few_done = some(args.envs_per_split)
-    few_hidden = acting.initial_state(args.envs_per_split)
+    few, few_done = some(batch)
+    few_hidden = acting.initial_state(batch)
     columns = args.minibatch_size // args.num_steps
     # an update of one minibatch also judges what the bootstrap needs, in the same pass
     rows = (args.num_steps + (args.num_minibatches == 1)) * columns
@@ -118,7 +149,7 @@ def network(args, worker: int, seconds: float, barrier) -> dict:
         optimizer.step()
 
     return {
-        "inference": args.envs_per_split * rate(infer, seconds, barrier),
+        "inference": batch * rate(infer, seconds, barrier),
         "training": args.minibatch_size * rate(learn, seconds, barrier),
     }
 
@@ -178,8 +209,10 @@ if __name__ == "__main__":
     args = appo.tyro.cli(appo.Args, args=flags)
     seconds = float(seconds)
     if what == "bound":
+        batch = batch_that_occurs(args)
         found = in_parallel(simulation, args, CORES, seconds)
-        found |= in_parallel(network, args, CORES, seconds) | {"epochs": args.update_epochs}
+        found |= in_parallel(functools.partial(network, batch), args, CORES, seconds)
+        found |= {"epochs": args.update_epochs, "batch": batch}
     elif what == "simulation":
         found = in_parallel(simulation, args, args.num_workers, seconds)
     else:
