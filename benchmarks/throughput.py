@@ -5,9 +5,9 @@
     python benchmarks/throughput.py --only bf16        # what has this in its name or task
     python benchmarks/throughput.py --sizes            # 1 to 64 environments
     python benchmarks/throughput.py --scaling          # Breakout, alone and with a policy
-    python benchmarks/throughput.py --appo             # appo_async.py beside Sample Factory
-    python benchmarks/throughput.py --sampler          # its sampler beside pure simulation
-    python benchmarks/throughput.py --appo-sizes       # 8 to 64 environments in each worker
+    python benchmarks/throughput.py --appo             # appo_async.py, Sample Factory: 100 minutes
+    python benchmarks/throughput.py --sampler          # its sampler, pure simulation: 20 minutes
+    python benchmarks/throughput.py --appo-sizes       # 8 to 64 environments a worker: 45 minutes
 
 Ours and the peer train the same thing with the same hyperparameters in turn, each in a process of
 its own, the peer in an environment of its own that is made here. What counts is the ratio within a
@@ -15,8 +15,8 @@ round, since this hour and the next differ by more than two programs do. Set-up,
 first updates are left out. The bound is what one process would reach if it did nothing but play,
 infer and learn, one after the other, at the rates that were measured in the same run:
 1 / (1 / environments + 1 / inference + epochs / training). For appo_async.py, which uses all cores,
-each rate is that of as many processes as cores doing this work at once. Medians go to
-results/speed.csv, those of --scaling to results/scaling.csv.
+each rate is that of as many processes as cores doing this work at once (benchmarks/appo_parts.py).
+Medians go to results/speed.csv, those of --scaling to results/scaling.csv.
 
 Sample Factory runs in two ways: with appo_async.py's network and settings ("sample_factory"), and
 with those that its examples choose ("sample_factory_own"); benchmarks/peers says what these are.
@@ -112,8 +112,9 @@ def cases() -> list[Case]:
     for each in (8, 16, 32, 64):
         flags = [*TWO_WORKERS, str(each), *BF16]
         found.append(Case("appo_async", "Breakout", 2 * each, flags, 98304, EIGHT, "appo_sizes"))
-        flags = [*TWO_WORKERS, str(each // 2)]
-        found.append(Case("appo_async", "Breakout", each, flags, 0, SIMULATION, "sampler"))
+    for total in (8, 16, 32, 64):
+        flags = [*TWO_WORKERS, str(total // 2)]
+        found.append(Case("appo_async", "Breakout", total, flags, 0, SIMULATION, "sampler"))
     for num_envs in (1, 4, 8, 16, 64):
         found += [
             Case("ppo", "CartPole", num_envs, steps=40960, group="sizes"),

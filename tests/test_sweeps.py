@@ -180,6 +180,17 @@ def test_reproduce_goes_on_after_ctrl_c(tmp_path):
         assert json.loads((runs / name / "result.json").read_text())["steps"] > 39_000
 
 
+def test_reproduce_reads_every_progress_line():
+    """appo_async.py counts frames, four for each step."""
+    lines = (
+        "| 405 SPS | 0:10:00 left",
+        "| 1,620 frames/s | lag 0/1/2 | waiting 1%/2%/3% | 0:10 left",
+    )
+    for line, unit in zip(lines, ("SPS", "frames/s"), strict=True):
+        (found,) = reproduce.PROGRESS.findall(f"1,024 of 5,000,000 steps | return nan {line}")
+        assert found[:2] == ("1,024", "5,000,000") and found[3] == unit
+
+
 def test_reproduce_never_runs_a_cell_twice(tmp_path):
     """A runner that is killed leaves its runs alive: the next one must leave them alone."""
     one = SMALL["parameters"] | {"env-id": {"value": "CartPole-v1"}, "seed": {"value": 1}}
