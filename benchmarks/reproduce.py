@@ -29,7 +29,8 @@ import yaml
 
 ROOT = Path(__file__).resolve().parent.parent
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-PROGRESS = re.compile(r"([\d,]+) of ([\d,]+) steps \| return (\S+) \| ([\d,]+) SPS")
+# appo_async.py counts in frames, 4 for a step
+PROGRESS = re.compile(r"([\d,]+) of ([\d,]+) steps \| return \S+ \| ([\d,]+) (SPS|frames/s)")
 
 
 def fail(problem: str):
@@ -126,8 +127,8 @@ class Cell:
             found = PROGRESS.findall(log.read().decode(errors="replace"))
         if not found:
             return 0, 0, 0.0
-        done, total, _, sps = (text.replace(",", "") for text in found[-1])
-        return int(done), int(total), float(sps)
+        done, total, sps = (text.replace(",", "") for text in found[-1][:3])
+        return int(done), int(total), float(sps) / (1 if found[-1][3] == "SPS" else 4)
 
 
 def status(pool: list[Cell], running: list[Cell], jobs: int) -> str:

@@ -5,14 +5,21 @@
     python benchmarks/throughput.py --only bf16        # what has this in its name or task
     python benchmarks/throughput.py --sizes            # 1 to 64 environments
     python benchmarks/throughput.py --scaling          # Breakout, alone and with a policy
+    python benchmarks/throughput.py --appo             # appo_async.py, Sample Factory: 100 minutes
+    python benchmarks/throughput.py --sampler          # its sampler, pure simulation: 20 minutes
+    python benchmarks/throughput.py --appo-sizes       # 8 to 64 environments a worker: 45 minutes
 
 Ours and the peer train the same thing with the same hyperparameters in turn, each in a process of
 its own, the peer in an environment of its own that is made here. What counts is the ratio within a
 round, since this hour and the next differ by more than two programs do. Set-up, compilation and the
 first updates are left out. The bound is what one process would reach if it did nothing but play,
 infer and learn, one after the other, at the rates that were measured in the same run:
-1 / (1 / environments + 1 / inference + epochs / training). Medians go to results/speed.csv, those
-of --scaling to results/scaling.csv.
+1 / (1 / environments + 1 / inference + epochs / training). For appo_async.py, which uses all cores,
+each rate is that of as many processes as cores doing this work at once (benchmarks/appo_parts.py).
+Medians go to results/speed.csv, those of --scaling to results/scaling.csv.
+
+Sample Factory runs in two ways: with appo_async.py's network and settings ("sample_factory"), and
+with those that its examples choose ("sample_factory_own"); benchmarks/peers says what these are.
 """
 
 import argparse
@@ -42,6 +49,12 @@ PEERS = {
 }
 BF16, COMPILE, ASYNC = ["--precision", "bf16"], ["--compile"], ["--vector-mode", "async"]
 HALVES = ["--async-envs"]
+TWO_WORKERS = ["--num-workers", "2", "--envs-per-worker"]
+DOOM = ["--env-id", "VizdoomBasic-v1", "--rnn", "gru", "--reward-scale", "0.01"]
+PEER_TASKS = {"Breakout": "breakout", "VizdoomBasic": "doom_basic"}  # Sample Factory's names
+
+
+EIGHT, SIMULATION = "8 a worker", "pure simulation"  # no programs, but what others are held against
 
 
 @dataclasses.dataclass
@@ -52,12 +65,14 @@ class Case:
     flags: list[str] = dataclasses.field(default_factory=list)
     steps: int = 4096  # timed, after a quarter of them
     peer: str = "sb3"
-    group: str = "main"  # or quick as well, or sizes
+    group: str = "main"  # or quick as well, sizes, appo, appo_sizes
     processes: int = 1  # of torchrun, with one thread each
 
     @property
     def name(self) -> str:
         start = ["torchrun", "--nproc-per-node", str(self.processes)] if self.processes > 1 else []
+        if self.group == "sampler":
+            return " ".join([f"{self.script}.py, the sampler alone,", *self.flags])
         return " ".join([*start, f"{self.script}.py", *self.flags])
 
 
@@ -82,9 +97,24 @@ def cases() -> list[Case]:
         Case("envpool_ppo", "Breakout", 8, HALVES + BF16),
         Case("envpool_ppo", "Breakout", 8, BF16 + COMPILE),
         Case("envpool_ppo", "Breakout", 8, HALVES + BF16 + COMPILE),
-        Case("ppo_atari", "Breakout", 8, one_epoch, 16384, "sample_factory"),
-        Case("envpool_ppo", "Breakout", 8, HALVES + BF16 + one_epoch, 32768, "sample_factory"),
     ]
+    # an environment for each of num_envs; Sample Factory has as many workers with as many each
+    sizes = (("Breakout", 8, []), ("Breakout", 16, []), ("VizdoomBasic", 8, DOOM))
+    for peer in ("sample_factory", "sample_factory_own"):
+        for (task, num_envs, flags), precision in itertools.product(sizes, ([], BF16)):
+            flags = [*flags, *TWO_WORKERS, str(num_envs // 2), *precision]
+            found.append(Case("appo_async", task, num_envs, flags, 40960, peer, "appo"))
+    # one process, and one that uses EnvPool's threads, with the same batch
+    found += [
+        Case("ppo_atari", "Breakout", 8, BF16 + one_epoch, 16384, "sample_factory", "appo"),
+        Case("envpool_ppo", "Breakout", 8, BF16 + one_epoch, 16384, "sample_factory", "appo"),
+    ]
+    for each in (8, 16, 32, 64):
+        flags = [*TWO_WORKERS, str(each), *BF16]
+        found.append(Case("appo_async", "Breakout", 2 * each, flags, 98304, EIGHT, "appo_sizes"))
+    for total in (8, 16, 32, 64):
+        flags = [*TWO_WORKERS, str(total // 2)]
+        found.append(Case("appo_async", "Breakout", total, flags, 0, SIMULATION, "sampler"))
     for num_envs in (1, 4, 8, 16, 64):
         found += [
             Case("ppo", "CartPole", num_envs, steps=40960, group="sizes"),
@@ -97,8 +127,18 @@ def cases() -> list[Case]:
 def arguments(case: Case):
     """The script as a module, and its arguments as the command line would give them."""
     script = importlib.import_module(case.script)
-    argv = ["--num-envs", str(case.num_envs), *case.flags]
-    return script, script.tyro.cli(script.Args, args=argv)
+    return script, script.tyro.cli(script.Args, args=flags_of(case))
+
+
+def flags_of(case: Case) -> list[str]:
+    """appo_async.py has no --num-envs: so many workers, so many environments in each."""
+    own = case.script == "appo_async"
+    return case.flags if own else [*case.flags, "--num-envs", str(case.num_envs)]
+
+
+def batch_of(args) -> int:
+    """The samples of an update."""
+    return args.batch_size if hasattr(args, "num_workers") else args.num_envs * args.num_steps
 
 
 def peer_python(peer: str) -> str:
@@ -114,14 +154,17 @@ def peer_python(peer: str) -> str:
     return str(python)
 
 
-def tree_memory(pid: int) -> int:
-    """Megabytes of a process and its descendants; what they share is counted once."""
+def tree_memory(pid: int, kind: str = "Pss") -> int:
+    """Megabytes of a process and its descendants; what they share is counted once.
+
+    kind: Pss, or Pss_Shmem for what is in shared memory only.
+    """
     total, pids = 0, [pid]
     while pids:
         pid = pids.pop()
         try:
             rollup = Path(f"/proc/{pid}/smaps_rollup").read_text()
-            total += int(rollup.split("Pss:")[1].split()[0])
+            total += int(rollup.split(f"{kind}:")[1].split()[0])
             for task in Path(f"/proc/{pid}/task").iterdir():
                 pids += map(int, (task / "children").read_text().split())
         except (OSError, IndexError):
@@ -134,7 +177,7 @@ def time_ours(case: Case) -> dict:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     _, args = arguments(case)
-    batch = args.num_envs * args.num_steps
+    batch = batch_of(args)
     warm, timed = (max(2, round(steps / batch)) for steps in (case.steps / 4, case.steps))
     with tempfile.TemporaryDirectory() as folder:
         total = ["--total-timesteps", str((warm + timed) * batch), "--eval-episodes", "0"]
@@ -142,13 +185,15 @@ def time_ours(case: Case) -> dict:
         if case.processes > 1:
             command += ["-m", "torch.distributed.run", "--nproc-per-node", str(case.processes)]
             env["OMP_NUM_THREADS"] = "1"
-        command += [str(ROOT / f"{case.script}.py"), *case.flags, *total]
-        command += ["--num-envs", str(case.num_envs), "--run-dir", f"{folder}/run"]
-        start, memory = time.time(), 0
+        command += [str(ROOT / f"{case.script}.py"), *flags_of(case), *total]
+        command += ["--run-dir", f"{folder}/run"]
+        start, memory, shared = time.time(), 0, 0
         pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
         process = subprocess.Popen(command, env=env, **pipes)
         while process.poll() is None:
             memory = max(memory, tree_memory(process.pid))
+            if case.group == "appo_sizes":
+                shared = max(shared, tree_memory(process.pid, "Pss_Shmem"))
             time.sleep(2)
         if process.returncode:
             sys.exit(process.stderr.read().decode())
@@ -157,20 +202,25 @@ def time_ours(case: Case) -> dict:
     # seconds since the start of training, from the average speed up to that step
     seconds = last.step / last.value - first.step / first.value
     startup = events[0].wall_time - start
-    return {"ours": (last.step - first.step) / seconds, "memory": memory, "startup": startup}
+    found = {"ours": (last.step - first.step) / seconds, "memory": memory, "startup": startup}
+    if case.group == "appo_sizes":
+        script, args = arguments(case)
+        found |= {"shared": shared, "predicted": round(script.shared_megabytes(args) / 1.048576)}
+    return found
 
 
 def time_peer(case: Case) -> float:
     """The peer's steps/s on the same task, with the same batch and as many passes over it."""
     _, args = arguments(case)
-    batch = args.num_envs * args.num_steps
+    batch = batch_of(args)
     warm, timed = (max(2, round(steps / batch)) * batch for steps in (case.steps / 4, case.steps))
-    words = {
-        "sb3": (case.script, case.num_envs, warm, timed),
-        "sample_factory": (case.task.lower(), max(15, case.steps / 400)),
-    }
-    command = [peer_python(case.peer), str(ROOT / f"benchmarks/peers/peer_{case.peer}.py")]
-    command += map(str, words[case.peer])
+    peer, own = case.peer.removesuffix("_own"), case.peer.endswith("_own")
+    words = [case.script, case.num_envs, warm, timed]
+    if peer == "sample_factory":
+        words = [PEER_TASKS[case.task], max(15, case.steps / 450), "own" if own else "equal"]
+        words += ["--num_workers=2", f"--num_envs_per_worker={case.num_envs // 2}"]
+    command = [peer_python(peer), str(ROOT / f"benchmarks/peers/peer_{peer}.py")]
+    command += map(str, words)
     return float(subprocess.check_output(command, text=True).split()[-1])
 
 
@@ -236,49 +286,95 @@ def measure_parts(case: Case, seconds: float) -> dict:
     return {name: round(value) for name, value in parts.items()} | {"epochs": args.update_epochs}
 
 
-def parts_of(case: Case, seconds: float) -> dict:
+def parts_of(case: Case, seconds: float, what: str = "bound") -> dict:
     """measure_parts in a process of its own: a library's threads outlive what used them."""
     words = [sys.executable, __file__, "--parts", case.script, str(case.num_envs), str(seconds)]
+    if case.script == "appo_async":
+        words = [sys.executable, str(ROOT / "benchmarks/appo_parts.py"), what, str(seconds)]
     pairs = subprocess.check_output([*words, *case.flags], text=True).splitlines()[-1].split()
     return {name: float(value) for name, value in (pair.split("=") for pair in pairs)}
 
 
 def compare(group: list[Case], rounds: int, seconds: float):
-    """Yield the rows of results/speed.csv of cases that have one peer and one task.
+    """Yield the rows of results/speed.csv of cases that have one task and number of environments.
 
-    A round is the peer, ours in turn, the peer again; what counts is the ratio to its mean.
+    A round is every peer, ours in turn, every peer again; what counts is the ratio to a peer's
+    mean. What is held against two peers is timed once.
     """
     found: list[list[dict]] = [[] for _ in group]
+    peers = {case.peer: case for case in reversed(group)}  # as the first of its cases
     for _ in range(rounds):
-        before, results = time_peer(group[0]), []
+        before, results = {peer: time_peer(case) for peer, case in peers.items()}, {}
         for case in group:
-            results.append(time_ours(case) | parts_of(case, seconds))
-        peer = (before + time_peer(group[0])) / 2
-        for case, new, kept in zip(group, results, found, strict=True):
-            playing = 1 / new["environments"] + 1 / new["inference"]
-            new["bound"] = 1 / (playing + new["epochs"] / new["training"])
-            new |= {
-                "theirs": peer,
-                "ratio": new["ours"] / peer,
-                "share": new["ours"] / new["bound"],
-            }
-            kept.append(new)
-            print(
-                f"{case.name}, {case.task}, {case.num_envs}: {new['ours']:,.0f} steps/s, "
-                f"{new['ratio']:.2f} of {case.peer}, {new['share']:.0%} of the bound",
-                flush=True,
-            )
+            if case.name not in results:
+                results[case.name] = time_ours(case) | parts_of(case, seconds)
+        theirs = {peer: (before[peer] + time_peer(case)) / 2 for peer, case in peers.items()}
+        for case, kept in zip(group, found, strict=True):
+            kept.append(held_against(theirs[case.peer], results[case.name]))
+            report(case, kept[-1])
     for case, results in zip(group, found, strict=True):
-        middle = {key: statistics.median(new[key] for new in results) for key in results[0]}
-        ratios = [new["ratio"] for new in results]
-        row = {"what": case.name, "task": case.task, "num_envs": case.num_envs}
-        row |= {"ours": round(middle["ours"]), "peer": case.peer}
-        row |= {"theirs": round(middle["theirs"])}
-        row |= {"ratio": f"{middle['ratio']:.2f} ({min(ratios):.2f} to {max(ratios):.2f})"}
-        row |= {name: round(middle[name]) for name in ("environments", "inference", "training")}
-        row |= {"bound": round(middle["bound"]), "share": f"{middle['share']:.2f}"}
-        row |= {"memory_mb": max(new["memory"] for new in results)}
-        yield row | {"startup_s": f"{middle['startup']:.1f}", "rounds": rounds}
+        yield row_of(case, results)
+
+
+def compare_sizes(group: list[Case], rounds: int, seconds: float):
+    """Yield rows: more environments in a worker beside the least, in the same round."""
+    found: list[list[dict]] = [[] for _ in group]
+    for _ in range(rounds):
+        for case, kept in zip(group, found, strict=True):
+            new = time_ours(case) | parts_of(case, seconds)
+            kept.append(held_against(found[0][-1]["ours"] if found[0] else new["ours"], new))
+            report(case, kept[-1])
+    for case, results in zip(group, found, strict=True):
+        yield row_of(case, results)
+
+
+def compare_sampler(group: list[Case], rounds: int, seconds: float):
+    """Yield rows: the sampler without network and learning, between two pure simulations."""
+    for case in group:
+        found = []
+        for _ in range(rounds):
+            before = parts_of(case, 5 * seconds, "simulation")["environments"]
+            new = {"ours": parts_of(case, 5 * seconds, "sampler")["sampler"]}
+            after = parts_of(case, 5 * seconds, "simulation")["environments"]
+            new["environments"] = new["bound"] = (before + after) / 2
+            found.append(held_against(new["bound"], new))
+            report(case, found[-1])
+        yield row_of(case, found)
+
+
+def held_against(theirs: float, new: dict) -> dict:
+    """Add to a measurement its ratio to the peer's, and its share of the bound."""
+    if "training" in new:
+        playing = 1 / new["environments"] + 1 / new["inference"]
+        new = new | {"bound": 1 / (playing + new["epochs"] / new["training"])}
+    ratios = {"ratio": new["ours"] / theirs, "share": new["ours"] / new["bound"]}
+    return new | {"theirs": theirs} | ratios
+
+
+def report(case: Case, new: dict) -> None:
+    print(
+        f"{case.name}, {case.task}, {case.num_envs}: {new['ours']:,.0f} steps/s, "
+        f"{new['ratio']:.2f} of {case.peer}, {new['share']:.0%} of the bound",
+        flush=True,
+    )
+
+
+def row_of(case: Case, results: list[dict]) -> dict:
+    """The row of results/speed.csv: medians of the rounds."""
+    middle = {key: statistics.median(new[key] for new in results) for key in results[0]}
+    ratios = [new["ratio"] for new in results]
+    row = {"what": case.name, "task": case.task, "num_envs": case.num_envs}
+    row |= {"ours": round(middle["ours"]), "peer": case.peer}
+    row |= {"theirs": round(middle["theirs"])}
+    row |= {"ratio": f"{middle['ratio']:.2f} ({min(ratios):.2f} to {max(ratios):.2f})"}
+    parts = ("environments", "inference", "training")
+    row |= {name: round(middle[name]) if name in middle else "" for name in parts}
+    row |= {"bound": round(middle["bound"]), "share": f"{middle['share']:.2f}"}
+    whole = "startup" in middle  # a run of the script, not of a part
+    row |= {"memory_mb": max(new["memory"] for new in results) if whole else ""}
+    row |= {"startup_s": f"{middle['startup']:.1f}" if whole else "", "rounds": len(results)}
+    memory = {"predicted_mb": "predicted", "shared_mb": "shared"}  # what processes share
+    return row | {name: round(middle[key]) if key in middle else "" for name, key in memory.items()}
 
 
 # a visit takes in what some environments have done, sends them on, and says how many they were
@@ -400,6 +496,9 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one short round, nothing written")
     parser.add_argument("--sizes", action="store_true", help="the cases that vary num_envs")
     parser.add_argument("--scaling", action="store_true", help="environments by kind and number")
+    parser.add_argument("--appo", action="store_true", help="appo_async.py and Sample Factory")
+    parser.add_argument("--sampler", action="store_true", help="its sampler and pure simulation")
+    parser.add_argument("--appo-sizes", action="store_true", help="8 to 64 environments a worker")
     if sys.argv[1:2] == ["--parts"]:  # of one case, in this process
         script, num_envs, seconds, *flags = sys.argv[2:]
         parts = measure_parts(Case(script, "", int(num_envs), flags), float(seconds))
@@ -417,15 +516,19 @@ def main() -> None:
     path = ROOT / "results" / "speed.csv"
     key = ("what", "task", "num_envs", "peer")
     order = [(case.name, case.task, str(case.num_envs), case.peer) for case in cases()]
-    wanted = {"sizes"} if args.sizes else {"quick"} if args.quick else {"quick", "main"}
+    special = [name for name in ("sizes", "appo", "sampler", "appo_sizes") if getattr(args, name)]
+    wanted = set(special) or ({"quick"} if args.quick else {"quick", "main"})
     groups: dict[tuple, list[Case]] = {}
+    ways = {"sampler": compare_sampler, "appo_sizes": compare_sizes}
     for case in cases():
         if args.only in f"{case.name}, {case.task}" and case.group in wanted:
             case.steps //= 4 if args.quick else 1
-            groups.setdefault((case.task, case.num_envs, case.peer), []).append(case)
+            place = (case.group,) if case.group in ways else (case.task, case.num_envs)
+            groups.setdefault(place, []).append(case)
     for group in groups.values():
         rounds, seconds = (1, 0.5) if args.quick else (args.rounds, 3.0)
-        for row in compare(group, rounds, seconds):
+        way = ways.get(group[0].group, compare)
+        for row in way(group, rounds, seconds):
             if args.quick:
                 continue
             old = [old for old in read_csv(path) if any(old[k] != str(row[k]) for k in key)]

@@ -119,7 +119,11 @@ def runs_table() -> str:
     return table(head, rows)
 
 
-PEERS = {"sb3": "Stable-Baselines3", "sample_factory": "Sample Factory"}
+PEERS = {
+    "sb3": "Stable-Baselines3",
+    "sample_factory": "Sample Factory, equal settings",
+    "sample_factory_own": "Sample Factory, its own settings",
+}
 
 
 def speed_table() -> str:
@@ -131,11 +135,11 @@ def speed_table() -> str:
             [
                 what.replace(", 1 environments", ", 1 environment"),
                 f"{int(row['ours']):,}",
-                f"{PEERS[row['peer']]} {int(row['theirs']):,}",
+                f"{PEERS.get(row['peer'], row['peer'])} {int(row['theirs']):,}",
                 row["ratio"],
                 f"{float(row['share']):.0%}",
-                f"{int(row['memory_mb']):,} MB",
-                f"{row['startup_s']} s",
+                f"{int(row['memory_mb']):,} MB" if row["memory_mb"] else "",
+                f"{row['startup_s']} s" if row["startup_s"] else "",
             ]
         )
     return table(head, rows)

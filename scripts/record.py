@@ -153,7 +153,7 @@ def record(run_dir: Path) -> dict:
     name = f"{args['env_id']}__{script}__{args['seed']}".replace("/", "-").replace(":", "-")
     if args.get("precision", "fp32") != "fp32":
         name += "__" + args["precision"]
-    if args["bootstrap_truncated"]:
+    if args.get("bootstrap_truncated"):
         name += "__bootstrap"
     row = json.loads((run_dir / "result.json").read_text())
     row |= {key: args[key] for key in ("env_id", "seed", "total_timesteps")}

@@ -27,6 +27,14 @@ KEYS = {
 METHODS = {"grid", "random", "bayes"}
 MACROS = {"${env}", "${interpreter}", "${program}", "${args}"}
 
+# appo_async.py has workers in the place of --num-envs
+SMALLEST = {
+    "appo_async": {
+        **{"num_workers": 1, "envs_per_worker": 2, "num_steps": 8, "minibatch_size": 16},
+        "total_timesteps": 32,
+    }
+} | TINY
+
 each_sweep = pytest.mark.parametrize("path", SWEEPS, ids=lambda path: path.stem)
 
 
@@ -75,7 +83,7 @@ def test_an_agents_command_trains(path, tmp_path):
     name = Path(sweep["program"]).stem
     cell = reproduce.cells(sweep | {"parameters": dict(sweep["parameters"])})[0]
     words = reproduce.agent_command(sweep | {"program": str(ROOT / sweep["program"])}, cell)
-    cut = TINY[name] | {"eval_episodes": 0, "run_dir": "run"}
+    cut = SMALLEST[name] | {"eval_episodes": 0, "run_dir": "run"}
     words += [f"--{key.replace('_', '-')}={value}" for key, value in cut.items()]
     # one of them as it is, with W&B's own process, which takes seconds to start and to end
     offline = path.stem == "classic_control"
@@ -174,6 +182,17 @@ def test_reproduce_goes_on_after_ctrl_c(tmp_path):
     for name in stopped:
         assert "going on after step" in (runs / f"{name}.log").read_text()
         assert json.loads((runs / name / "result.json").read_text())["steps"] > 39_000
+
+
+def test_reproduce_reads_every_progress_line():
+    """appo_async.py counts frames, four for each step."""
+    lines = (
+        "| 405 SPS | 0:10:00 left",
+        "| 1,620 frames/s | lag 0/1/2 | waiting 1%/2%/3% | 0:10 left",
+    )
+    for line, unit in zip(lines, ("SPS", "frames/s"), strict=True):
+        (found,) = reproduce.PROGRESS.findall(f"1,024 of 5,000,000 steps | return nan {line}")
+        assert found[:2] == ("1,024", "5,000,000") and found[3] == unit
 
 
 def test_reproduce_never_runs_a_cell_twice(tmp_path):
