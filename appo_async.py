@@ -955,8 +955,9 @@ def check(args: Args) -> None:
         )
     if args.minibatch_size == 1 and args.norm_adv:
         fail("minibatch_size", "one sample cannot be normalized: use more, or --no-norm-adv")
-    if args.total_timesteps < args.batch_size:
-        fail("total_timesteps", f"{args.total_timesteps} is less than a batch of {args.batch_size}")
+    batch_size = args.batch_size
+    if args.total_timesteps < batch_size:
+        fail("total_timesteps", f"{args.total_timesteps} is less than one batch of {batch_size}")
     if args.envs_per_worker % args.num_splits:
         fail("num_splits", f"{args.num_splits} does not divide {args.envs_per_worker} environments")
     if args.num_policy_workers > args.num_workers:
