@@ -85,7 +85,7 @@ def details_table() -> str:
         "detail",
         "what the code does",
         "files",
-        "openai/baselines",
+        "openai/baselines, or the paper",
         "mutations killed by its test",
     ]
     rows = []
@@ -94,7 +94,7 @@ def details_table() -> str:
         missing = [f"`{name}`" for name in SETTINGS if name not in detail["files"]]
         if len(missing) < 2:
             files = " but ".join(["all", *missing])
-        place = detail.get("baselines") or "—"
+        place = detail.get("baselines") or detail.get("source") or "—"
         mutations = str(len(detail["mutations"]))
         what = " ".join(detail["what"].split())
         rows.append([f"{detail['id']} {detail['name']}", what, files, place, mutations])

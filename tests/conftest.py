@@ -28,10 +28,10 @@ def sized(name: str, sizes: dict) -> dict:
 
     A batch is then what these environments do in num_steps, as it is in the other scripts.
     """
-    if name != "appo_async" or "num_envs" not in sizes:
+    if name != "appo_async":
         return sizes
     sizes = TINY[name] | sizes
-    num_envs = sizes.pop("num_envs")
+    num_envs = sizes.pop("num_envs", sizes["envs_per_worker"])
     sizes["minibatch_size"] = num_envs * sizes["num_steps"] // sizes["num_minibatches"]
     return sizes | {"envs_per_worker": num_envs}
 
