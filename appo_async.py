@@ -25,7 +25,7 @@ Differs from ppo_atari.py in:
 - Training: the three kinds of processes
 - Run: the sampler's sizes and memory are checked, lag and waiting shown
 
-Details shown: core 1-12, atari 1-9, aux 1 and 3, appo 1-6; core 13 is off.
+Details shown: core 1-12, atari 1-9, lstm 2-5, aux 1 and 3, appo 1-6; core 13 is off.
 Not reproducible: which trajectories make a batch depends on timing. --serial is.
 
     python appo_async.py --env-id BreakoutNoFrameskip-v4 --precision bf16
@@ -317,12 +317,16 @@ def finished_episodes(infos: dict):
 def wrong_space(env: gym.Env) -> str | None:
     """Say what in this environment does not fit this file, and which file fits. None: all fits."""
     obs_space, action_space = env.observation_space, env.action_space
+    doom = env.spec is not None and env.spec.id.startswith("Vizdoom")
+    image = obs_space.dtype == np.uint8 and len(obs_space.shape) == 3 and obs_space.shape[2] == 3
+    if not doom and not image:
+        return "observations are not RGB images: use ppo.py or ppo_continuous.py"
+    if isinstance(action_space, gym.spaces.MultiDiscrete | gym.spaces.MultiBinary):
+        return "actions have several parts: use ppo_multidiscrete.py"
     if not isinstance(action_space, gym.spaces.Discrete) or action_space.start != 0:
         return f"actions must be Discrete and start at 0, not {action_space}"
-    if (env.spec.id if env.spec else "").startswith("Vizdoom"):
+    if doom:
         return None
-    if obs_space.dtype != np.uint8 or len(obs_space.shape) != 3 or obs_space.shape[2] != 3:
-        return "observations are not RGB images: use ppo.py or ppo_continuous.py"
     if not hasattr(env.unwrapped, "ale") or not hasattr(env.unwrapped, "get_action_meanings"):
         return "this is neither an Atari game nor ViZDoom"
     if getattr(env.unwrapped, "_frameskip", 1) != 1:
@@ -587,8 +591,8 @@ def policy_worker(args: Args, shared: Shared, index: int):
         if not splits.size:
             yield
             continue
-        # [appo 3] Before every batch of actions, also in the middle of a trajectory. If there are
-        # newer ones at the end, these may have been overwritten meanwhile: once more.
+        # The newest weights before every batch of actions, also in the middle of a trajectory.
+        # If there are newer ones at the end, these may have been overwritten meanwhile: once more.
         while version != x.version[0]:
             version = int(x.version[0])
             agent.load_state_dict(shared.weights[version % 2].state_dict())
@@ -602,7 +606,7 @@ def policy_worker(args: Args, shared: Shared, index: int):
         shared.actions[where] = action.cpu().unflatten(0, shape)
         shared.logprobs[where] = logprob.cpu().unflatten(0, shape)
         shared.values[where] = value.cpu().unflatten(0, shape)
-        shared.versions[where] = version  # [appo 4] Policy lag: how old will this be?
+        shared.versions[where] = version  # how old will it be when it is learned from?
         shared.hidden[where[0], where[1] + 1] = hidden.cpu().unflatten(0, shape)
         x.answered[splits] = x.asked[splits]
         for worker in set(workers[splits]):
@@ -822,7 +826,8 @@ def train(args: Args) -> dict:
         stats = []
         for epoch in range(args.update_epochs):
             # [core 6] Minibatch updates: each epoch shuffles the batch anew and uses every sample
-            # exactly once. [lstm 4] With a core, trajectories are shuffled, and stay whole.
+            # exactly once.
+            # [lstm 4] With a core, trajectories are shuffled, and stay whole
             b_inds = torch.randperm(b_valid.shape[1], device=device)
             for mb_inds in b_inds.split(len(b_inds) // args.num_minibatches):
                 valid = b_valid[:, mb_inds]
@@ -950,8 +955,9 @@ def check(args: Args) -> None:
         )
     if args.minibatch_size == 1 and args.norm_adv:
         fail("minibatch_size", "one sample cannot be normalized: use more, or --no-norm-adv")
-    if args.total_timesteps < args.batch_size:
-        fail("total_timesteps", f"{args.total_timesteps} is less than a batch of {args.batch_size}")
+    batch_size = args.batch_size
+    if args.total_timesteps < batch_size:
+        fail("total_timesteps", f"{args.total_timesteps} is less than one batch of {batch_size}")
     if args.envs_per_worker % args.num_splits:
         fail("num_splits", f"{args.num_splits} does not divide {args.envs_per_worker} environments")
     if args.num_policy_workers > args.num_workers:
@@ -1191,6 +1197,8 @@ def parse(argv: list[str] | None = None) -> Args:
         args = tyro.cli(Args, args=argv, default=saved)
         if (args.env_id, args.run_dir) != (saved.env_id, run_dir):
             fail(flag, f"{run_dir} is a run of {saved.env_id}, and stays both")
+        if args.rnn != saved.rnn:
+            fail(flag, f"{run_dir} is a run with --rnn {saved.rnn}")
         batch_size = args.batch_size
         if args.resume and run["global_step"] // batch_size >= args.total_timesteps // batch_size:
             fail(flag, f"{run_dir} is finished: go further with --total-timesteps")

@@ -31,6 +31,7 @@ FAMILY = {
     "ppo_lstm": "ppo_atari",
     "ppo_multidiscrete": "ppo_shared",
     "envpool_ppo": "ppo_atari",
+    "appo_async": "ppo_atari",
 }
 # the sections that a file has byte for byte from its parent
 EQUAL = {
@@ -41,7 +42,10 @@ EQUAL = {
     "ppo_lstm": ("Advantages",),
     "ppo_multidiscrete": ("Advantages",),
     "envpool_ppo": ("Advantages",),
+    "appo_async": (),
 }
+# the sections whose size counts, if not all: the others are another algorithm, and are not compared
+COMPARED = {"appo_async": ("Environment", "Agent", "Run")}
 HEADING = re.compile(r"^# === (.+)\n", re.MULTILINE)
 CONTEXT = 3  # unchanged lines shown around a change
 
@@ -79,10 +83,10 @@ def section_size(old: str, new: str) -> Size:
     return Size(removed, added, len(places))
 
 
-def diff_size(parent: str, child: str) -> Size:
-    """Measure the diff between the texts of two scripts: the sum over their sections."""
+def diff_size(parent: str, child: str, compared: tuple[str, ...] | None = None) -> Size:
+    """Measure the diff between the texts of two scripts: the sum over their sections, or some."""
     old, new = sections(parent), sections(child)
-    names = list(dict.fromkeys((*old, *new)))
+    names = compared or list(dict.fromkeys((*old, *new)))
     sizes = [section_size(old.get(name, ""), new.get(name, "")) for name in names]
     return Size(*map(sum, zip(*sizes, strict=True)))
 
@@ -135,9 +139,11 @@ def show_sizes() -> None:
     print(f"{'parent -> child':<34} {'size':<11} places  lines")
     for child, parent in FAMILY.items():
         old, new = read(parent), read(child)
-        size = diff_size(old, new)
+        size = diff_size(old, new, COMPARED.get(child))
         lines = f"{len(old.splitlines())} -> {len(new.splitlines())}"
         print(f"{f'{parent} -> {child}':<34} {size!s:<11} {size.places:>6}  {lines}")
+    for child, names in COMPARED.items():
+        print(f"of {child}, what counts is {', '.join(names)}")
 
 
 def carry(section: str, source: str, targets: list[str]) -> None:

@@ -8,7 +8,7 @@ import statistics
 import sys
 import tomllib
 
-from diff import FAMILY, diff_size
+from diff import COMPARED, FAMILY, diff_size
 from record import ROOT, code_hash, read_csv
 
 SETTINGS = {
@@ -20,6 +20,10 @@ SETTINGS = {
     "ppo_lstm": ("Atari with a memory", "BreakoutNoFrameskip-v4"),
     "ppo_multidiscrete": ("ViZDoom, actions of several parts, action masks", "VizdoomBasic-v1"),
     "envpool_ppo": ("Atari and other images, in EnvPool's C++ threads", "Breakout-v5"),
+    "appo_async": (
+        "Atari and ViZDoom, asynchronous, as Sample Factory does it",
+        "BreakoutNoFrameskip-v4",
+    ),
 }
 
 
@@ -59,8 +63,10 @@ def files_table() -> str:
         lines = str(len(source(script).splitlines()))
         change = "the trunk"
         if parent:
-            removed, added = diff_size(source(parent), source(script))[:2]
+            compared = COMPARED.get(script)
+            removed, added = diff_size(source(parent), source(script), compared)[:2]
             change = f"`{parent}.py` −{removed} +{added}"
+            change += f" in {', '.join(compared)}" if compared else ""
         shown = [
             d["id"] for d in details if script in d["files"] and not d["id"].startswith("beyond")
         ]
@@ -79,7 +85,7 @@ def details_table() -> str:
         "detail",
         "what the code does",
         "files",
-        "openai/baselines",
+        "openai/baselines, or the paper",
         "mutations killed by its test",
     ]
     rows = []
@@ -88,7 +94,7 @@ def details_table() -> str:
         missing = [f"`{name}`" for name in SETTINGS if name not in detail["files"]]
         if len(missing) < 2:
             files = " but ".join(["all", *missing])
-        place = detail.get("baselines") or "—"
+        place = detail.get("baselines") or detail.get("source") or "—"
         mutations = str(len(detail["mutations"]))
         what = " ".join(detail["what"].split())
         rows.append([f"{detail['id']} {detail['name']}", what, files, place, mutations])

@@ -13,12 +13,29 @@ from processes import Forked
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = ("ppo", "ppo_shared", "ppo_atari", "ppo_continuous", "ppo_lstm", "ppo_multidiscrete")
-SCRIPTS += ("envpool_ppo", "ppo_distributed")
+SCRIPTS += ("envpool_ppo", "ppo_distributed", "appo_async")
 # the smallest run of each script that goes through every line of training
 TINY = {
     name: {"num_envs": 2, "num_steps": 8, "num_minibatches": 2, "total_timesteps": 32}
     for name in SCRIPTS
 }
+# one process: what its workers do, they do in a fixed order
+TINY["appo_async"] = {"num_workers": 1, "envs_per_worker": 2, "num_splits": 1, "num_steps": 8}
+TINY["appo_async"] |= {"minibatch_size": 8, "num_minibatches": 2, "total_timesteps": 32}
+TINY["appo_async"] |= {"serial": True}
+
+
+def sized(name: str, sizes: dict) -> dict:
+    """Arguments in the words of the script: num_envs are one worker's in appo_async.py.
+
+    A batch is then what these environments do in num_steps, as it is in the other scripts.
+    """
+    if name != "appo_async":
+        return sizes
+    sizes = TINY[name] | sizes
+    num_envs = sizes.pop("num_envs", sizes["envs_per_worker"])
+    sizes["minibatch_size"] = num_envs * sizes["num_steps"] // sizes["num_minibatches"]
+    return sizes | {"envs_per_worker": num_envs}
 
 
 def source_of(name: str) -> str:

@@ -12,15 +12,17 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from conftest import sized
 from torch import nn
 from torch.optim import optimizer as optim
 
 # what each script's environment looks like to its agent, and to the stand-in for that agent
 IMAGE_SCRIPTS = ("ppo_atari", "ppo_lstm", "ppo_multidiscrete", "envpool_ppo", "ppo_distributed")
+IMAGE_SCRIPTS += ("appo_async",)
 NUM_FRAMES = {"ppo_lstm": 1}  # of an image observation; 4 in the others
 # between the observation and the action, get_action_and_value takes the state and done of the
-# LSTM, or a mask
-EXTRA_INPUTS = {"ppo_lstm": 2, "ppo_multidiscrete": 1}
+# LSTM or GRU, or a mask
+EXTRA_INPUTS = {"ppo_lstm": 2, "ppo_multidiscrete": 1, "appo_async": 2}
 ACTION_SPACES = {
     "ppo_continuous": gym.spaces.Box(-1, 1, (3,), np.float32),
     "ppo_multidiscrete": gym.spaces.MultiDiscrete([2, 3]),
@@ -64,7 +66,7 @@ def random_obs(script: ModuleType, num: int, seed: int = 0) -> torch.Tensor:
 
 def extra_inputs(script: ModuleType, agent: nn.Module, num: int) -> tuple:
     """What an agent is given beside num observations, each the first of an episode."""
-    if script.__name__ == "ppo_lstm":
+    if EXTRA_INPUTS.get(script.__name__) == 2:
         return agent.initial_state(num), torch.zeros(num)
     return (torch.ones(num, 5, dtype=torch.bool),) if script.__name__ in EXTRA_INPUTS else ()
 
@@ -76,6 +78,8 @@ def act(script: ModuleType, agent: nn.Module, obs: torch.Tensor, action=None) ->
 
 
 def value_of(script: ModuleType, agent: nn.Module, obs: torch.Tensor) -> torch.Tensor:
+    if script.__name__ == "appo_async":  # it asks for values together with all else
+        return act(script, agent, obs, torch.zeros(len(obs), dtype=torch.int64))[3]
     memory = extra_inputs(script, agent, len(obs)) if script.__name__ == "ppo_lstm" else ()
     return agent.get_value(obs, *memory)
 
@@ -156,6 +160,7 @@ class LinearAgent(nn.Module):
         self.image = envs.single_observation_space.dtype == np.uint8
         size = int(np.prod(envs.single_observation_space.shape))
         self.action_space = envs.single_action_space
+        self.bf16 = False
         self.actor = nn.Linear(size, policy_outputs(self.action_space))
         self.critic = nn.Linear(size, 1)
         if isinstance(self.action_space, gym.spaces.Box):
@@ -234,10 +239,12 @@ class Watch:
     """One short run of `train`, seen through its environments, agent, optimizer and log."""
 
     def __init__(self, script: ModuleType, args, envs: ScriptedEnvs):
-        self.args, self.envs = args, envs
+        self.script, self.args, self.envs = script, args, envs
         self.extras = EXTRA_INPUTS.get(script.__name__, 0)
         self.make_infos = script.__name__ == "ppo_multidiscrete"
-        self.plain_gae = script.compute_gae
+        self.asynchronous = script.__name__ == "appo_async"
+        self.plain_gae = None if self.asynchronous else script.compute_gae
+        self.plain_vtrace = script.compute_vtrace if self.asynchronous else None
         self.agent = None
         self.rollouts: list[Rollout] = []
         self.calls: list[tuple] = []  # of the agent, since the last rollout
@@ -246,6 +253,8 @@ class Watch:
 
     # what the script calls
     def make_envs(self, args, num_envs, seed, frozen=None, resumed=None):
+        if num_envs != self.envs.num_envs:  # appo_async.py asks one for its spaces
+            return ScriptedEnvs(self.script, num_envs), np.zeros((num_envs, 2, 3), np.uint8)
         first = self.envs.reset(seed=seed)
         if self.envs.pooled:
             return self.envs, first
@@ -264,27 +273,37 @@ class Watch:
         pass
 
     def make_agent(self, envs, args):
-        self.agent = LinearAgent(envs, args)
-        plain = self.agent.get_action_and_value
+        watch = self
 
-        def get_action_and_value(x, *more):
-            state = more[: self.extras // 2]  # of an LSTM, handed back as it came
-            action = more[self.extras] if len(more) > self.extras else None
-            answer = plain(x, action)
-            if action is None:
-                self.calls.append(tuple(part.clone() for part in (x, *answer)))
-            else:
-                self.start_minibatch(x, *answer)
-            return *answer, *state
+        class WatchedAgent(LinearAgent):  # a class, so that copies of the agent are watched too
+            def initial_state(self, num_envs):
+                state = super().initial_state(num_envs)
+                return torch.zeros(num_envs, 0) if watch.asynchronous else state
 
-        self.agent.get_action_and_value = get_action_and_value
+            def get_action_and_value(self, x, *more):
+                state = more[: watch.extras // 2]  # of an LSTM, handed back as it came
+                action = more[watch.extras] if len(more) > watch.extras else None
+                answer = super().get_action_and_value(x, action)
+                if action is None:
+                    watch.calls.append(tuple(part.clone() for part in (x, *answer)))
+                elif not (watch.asynchronous and watch.calls):  # it judges the batch as a whole
+                    watch.start_minibatch(x, *answer)
+                return *answer, *state
+
+        self.agent = WatchedAgent(envs, args)
         for name, parameter in self.agent.named_parameters():
             parameter.register_hook(self.keep_gradient(name, "raw"))
         return self.agent
 
-    def compute_gae(self, rewards, values, dones, next_value, next_done, gamma, gae_lambda):
-        args = (rewards, values, dones, next_value, next_done, gamma, gae_lambda)
-        advantages, returns = self.plain_gae(*args)
+    def compute_vtrace(self, ratios, *args):
+        return self.keep_rollout(args[:7], self.plain_vtrace(ratios, *args))
+
+    def compute_gae(self, *args):
+        return self.keep_rollout(args, self.plain_gae(*args))
+
+    def keep_rollout(self, args, answer):
+        rewards, _, dones, next_value, next_done, gamma, gae_lambda = args
+        advantages, returns = answer
         obs, actions, logprobs, _, own_values = map(torch.stack, zip(*self.calls, strict=True))
         parts = (logprobs, rewards, own_values, dones, next_value, next_done)
         parts = [part.double() for part in parts]
@@ -347,15 +366,16 @@ def watch(script: ModuleType, tmp_path, ends=(), envs=None, **changes) -> Watch:
     """
     sizes = {"num_envs": 2, "num_steps": 8, "num_minibatches": 2, "update_epochs": 2}
     run = {"total_timesteps": 16, "eval_episodes": 0, "device": "cpu", "run_dir": str(tmp_path)}
-    args = script.Args(**(sizes | run | changes))
-    seen = Watch(script, args, envs or ScriptedEnvs(script, args.num_envs, ends))
+    sizes |= run | changes
+    args = script.Args(**sized(script.__name__, sizes))
+    seen = Watch(script, args, envs or ScriptedEnvs(script, sizes["num_envs"], ends))
     hooks = (
         optim.register_optimizer_step_pre_hook(seen.before_step),
         optim.register_optimizer_step_post_hook(seen.after_step),
     )
     try:
         with pytest.MonkeyPatch.context() as patch:
-            for name in ("make_envs", "compute_gae", "save"):
+            for name in {"make_envs", "compute_gae", "compute_vtrace", "save"} & set(vars(script)):
                 patch.setattr(script, name, getattr(seen, name))
             patch.setattr(script, "Agent", seen.make_agent)
             patch.setattr(script, "SummaryWriter", lambda *_, **__: seen)

@@ -113,9 +113,9 @@ def reference(game: str, seed: int):
             stack.extend([*empty, warp(start_episode(ale.game_over(), has_fire))])
 
 
-def make_envs(game: str, num_envs: int, seed: int, **changes):
-    """Make the environments of ppo_atari.py."""
-    script = load_script("ppo_atari")
+def make_envs(game: str, num_envs: int, seed: int, name: str = "ppo_atari", **changes):
+    """Make the environments of ppo_atari.py, or of a file that has them too."""
+    script = load_script(name)
     args = script.Args(env_id=f"{game}NoFrameskip-v4", **changes)
     return script, *script.make_envs(args, num_envs, seed)
 
@@ -128,9 +128,17 @@ def assert_same_pixels(ours: np.ndarray, theirs: np.ndarray, step: int) -> int:
 
 
 # games, and how many steps with random actions take them past at least one game over
-@pytest.mark.parametrize(("game", "steps"), [("Breakout", 500), ("Pong", 1000), ("MsPacman", 700)])
-def test_frames_rewards_ends_and_scores(game, steps):
-    script, envs, obs = make_envs(game, num_envs=2, seed=7)
+@pytest.mark.parametrize(
+    ("name", "game", "steps"),
+    [
+        ("ppo_atari", "Breakout", 500),
+        ("ppo_atari", "Pong", 1000),
+        ("ppo_atari", "MsPacman", 700),
+        ("appo_async", "Breakout", 500),
+    ],
+)
+def test_frames_rewards_ends_and_scores(name, game, steps):
+    script, envs, obs = make_envs(game, num_envs=2, seed=7, name=name)
     players = [reference(GAMES[game], seed) for seed in (7, 8)]  # environment i has seed + i
     expected = [next(player) for player in players]
     rng = np.random.default_rng(0)

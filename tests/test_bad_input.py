@@ -194,6 +194,28 @@ ENVPOOL = [
     *rows("num-threads", "is not between", -1),
     *(case for case in ALL if case[0] != "env-id"),  # its ids are EnvPool's
 ]
+# its environments are counted otherwise, and any number of minibatches divides the batch
+NOT_APPO = {("num-minibatches", 3), ("num-minibatches", 100_000)}
+APPO = [
+    *(case for case in ALL if case[0] != "num-envs" and case[:2] not in NOT_APPO),
+    *(case for case in ATARI if case[1] != "Image-v0"),
+    ("env-id", "Image-v0", "neither an Atari game nor ViZDoom"),
+    ("num-workers", 0, "is not between 1 and"),
+    ("envs-per-worker", 0, "is not between 1 and"),
+    ("envs-per-worker", 1_000_000, "of shared memory are needed"),
+    ("num-splits", 0, "is not between 1 and"),
+    ("num-splits", 3, "3 does not divide 8 environments"),
+    ("num-policy-workers", 0, "is not between 1 and"),
+    ("num-policy-workers", 1000, "rollout workers ask for actions"),
+    ("minibatch-size", 0, "is not between 1 and"),
+    ("minibatch-size", 100, "100 samples are no whole trajectories of 32 steps"),
+    ("rho-bar", -1, "is not between 0 and"),
+    ("rho-bar", "nan", "is not between 0 and"),
+    ("c-bar", -1, "is not between 0 and"),
+    ("max-policy-lag", -1, "is not between 0 and"),
+    ("reward-scale", -0.01, "is not between"),
+    ("reward-scale", "nan", "is not between"),
+]
 CASES = {
     "ppo": PPO,
     "ppo_atari": ATARI,
@@ -202,7 +224,8 @@ CASES = {
     "ppo_lstm": ATARI + LSTM,
     "ppo_multidiscrete": MULTIDISCRETE,
 }
-CASES = {script: ALL + cases for script, cases in CASES.items()} | {"envpool_ppo": ENVPOOL}
+CASES = {script: ALL + cases for script, cases in CASES.items()}
+CASES |= {"envpool_ppo": ENVPOOL, "appo_async": APPO}
 TABLE = [(script, *case) for script, cases in CASES.items() for case in cases]
 
 
@@ -249,10 +272,12 @@ def test_device_that_is_not_there(script, device, capsys):
 
 @pytest.mark.parametrize(("num_envs", "num_steps", "num_minibatches"), [(1, 1, 1), (8, 1, 8)])
 def test_one_sample_cannot_be_normalized(script, num_envs, num_steps, num_minibatches, capsys):
-    sizes = [f"--num-envs={num_envs}", f"--num-steps={num_steps}"]
+    sizes, flag = [f"--num-envs={num_envs}", f"--num-steps={num_steps}"], "num-minibatches"
+    if script.SCRIPT == "appo_async":
+        sizes, flag = ["--minibatch-size=1", f"--num-steps={num_steps}"], "minibatch-size"
     sizes += [f"--num-minibatches={num_minibatches}"]
     line = refusal(script, sizes, capsys)
-    assert line.startswith("error: --num-minibatches: ")
+    assert line.startswith(f"error: --{flag}: ")
     assert "--no-norm-adv" in line
     script.parse([*sizes, "--no-norm-adv"])  # as the message says
 
@@ -488,6 +513,7 @@ PROCESSES = [
     ("ppo_lstm", "--num-envs 6", "num-minibatches", "4 does not divide 6 num-envs"),
     ("ppo_multidiscrete", "--resume nothing", "resume", "there is no nothing/checkpoint.pt"),
     ("envpool_ppo", "--env-id BreakoutNoFrameskip-v4", "env-id", "Breakout-v5"),
+    ("appo_async", "--env-id CartPole-v1", "env-id", "use ppo.py"),
     ("envpool_ppo", "--async-envs --num-envs 1 --num-minibatches 2", "num-envs", "1 is odd"),
 ]
 
@@ -543,6 +569,7 @@ def test_missing_package(package, flag, tmp_path_factory, tmp_path):
 
 
 NEEDS = [("ppo", "tyro"), ("ppo_atari", "cv2"), ("ppo_continuous", "mujoco")]
+NEEDS += [("appo_async", "setproctitle")]
 NEEDS += [("ppo_lstm", "ale_py"), ("ppo_multidiscrete", "vizdoom"), ("envpool_ppo", "envpool")]
 
 

@@ -1,4 +1,5 @@
 """One behavioural test for each of the five details of the LSTM, in the manner of test_details.py.
+The GRU of appo_async.py shares four of them.
 
 `watch` runs `script.train` with the script's own Agent and, beside it, a plain LSTM in float64 that
 takes one step after the other and knows from the environments where episodes begin. What the agent
@@ -12,12 +13,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from conftest import sized
 from detail_probes import ScriptedEnvs, make_agent
 from test_details import assert_close, shown_by
 from torch.nn import functional as F
 
 NUM_ENVS, NUM_STEPS = 4, 8  # of a rollout
 TWO_ROLLOUTS = 2 * NUM_ENVS * NUM_STEPS
+CORES = {"appo_async": {"rnn": "gru"}}  # arguments that switch the core on
 
 
 def pictures(*shape: int, seed: int = 0) -> np.ndarray:
@@ -62,9 +65,17 @@ class PictureEnvs(ScriptedEnvs):
 
 
 def plain_step(agent, features, state, first):
-    """One step of an LSTM, (envs, 512); returns what the heads see and the state behind it."""
-    weight_ih, weight_hh, bias_ih, bias_hh = (p.double() for p in agent.lstm.parameters())
-    h, c = torch.where(first[:, None], 0.0, state)
+    """One step of the core, (envs, 512); returns what the heads see and the state behind it."""
+    core = agent.gru if hasattr(agent, "gru") else agent.lstm
+    weight_ih, weight_hh, bias_ih, bias_hh = (p.double() for p in core.parameters())
+    state = torch.where(first[:, None], 0.0, state)
+    if core is not getattr(agent, "lstm", None):
+        r_x, z_x, n_x = F.linear(features, weight_ih, bias_ih).chunk(3, 1)
+        r_h, z_h, n_h = F.linear(state, weight_hh, bias_hh).chunk(3, 1)
+        z = (z_x + z_h).sigmoid()
+        state = (1 - z) * (n_x + (r_x + r_h).sigmoid() * n_h).tanh() + z * state
+        return state, state
+    h, c = state
     gates = F.linear(features, weight_ih, bias_ih) + F.linear(h, weight_hh, bias_hh)
     i, f, g, o = gates.chunk(4, 1)  # PyTorch's order
     c = f.sigmoid() * c + i.sigmoid() * g.tanh()
@@ -106,12 +117,17 @@ class Watch:
 
     def __init__(self, script, envs: PictureEnvs):
         self.script, self.envs = script, envs
-        self.plain_agent, self.plain_gae = script.Agent, script.compute_gae
-        self.state = torch.zeros(2, NUM_ENVS, 128).double()
+        self.asynchronous = script.__name__ == "appo_async"
+        self.plain_agent = script.Agent
+        self.plain_gae = script.compute_vtrace if self.asynchronous else script.compute_gae
+        self.state = torch.zeros((NUM_ENVS, 512) if self.asynchronous else (2, NUM_ENVS, 128))
+        self.state = self.state.double()
         self.rollouts: list[Rollout] = []
         self.scalars: dict[str, list[float]] = {}
 
     def make_envs(self, args, num_envs, seed, frozen=None):
+        if self.asynchronous and num_envs == 1:  # for its spaces
+            return self.envs, pictures(1)
         assert num_envs == NUM_ENVS
         return self.envs, self.envs.reset(seed=seed)[0]
 
@@ -128,27 +144,30 @@ class Watch:
         pass
 
     def make_agent(self, envs, args):
-        self.agent = agent = self.plain_agent(envs, args)
+        watch = self
+
+        class WatchedAgent(self.plain_agent):  # a class, so that copies are watched too
+            def get_features(self, x):
+                watch.features = super().get_features(x)
+                return watch.features
+
+            def get_action_and_value(self, x, state, done, action=None):
+                answer = super().get_action_and_value(x, state, done, action)
+                said = torch.stack(answer[1:4], -1)
+                if action is None:
+                    with torch.inference_mode(False), torch.no_grad():
+                        watch.act(x, answer[0].clone(), said.double())
+                elif len(x) == (NUM_STEPS + 1) * NUM_ENVS:  # the learner's first look at a batch
+                    watch.rollouts[-1].judged = said.detach().unflatten(0, (-1, NUM_ENVS))
+                else:
+                    watch.learn(x, said)
+                return answer
+
+        self.agent = WatchedAgent(envs, args)
         with torch.no_grad():
-            agent.actor.weight *= 100  # a policy that is nearly uniform says little of the state
-        plain, plain_features = agent.get_action_and_value, agent.get_features
-
-        def get_features(x):
-            self.features = plain_features(x)
-            return self.features
-
-        def get_action_and_value(x, lstm_state, done, action=None):
-            answer = plain(x, lstm_state, done, action)
-            said = torch.stack(answer[1:4], -1)
-            if action is None:
-                with torch.inference_mode(False), torch.no_grad():
-                    self.act(x, answer[0].clone(), said.double())
-            else:
-                self.learn(x, said)
-            return answer
-
-        agent.get_features, agent.get_action_and_value = get_features, get_action_and_value
-        return agent
+            # a policy that is nearly uniform says little of the state
+            self.agent.actor.weight *= 100
+        return self.agent
 
     def act(self, x, actions, said):
         """A step of the rollout."""
@@ -164,7 +183,11 @@ class Watch:
         rollout.expected.append(plain_heads(self.agent, hidden, actions))
         rollout.states.append(self.state)
 
-    def compute_gae(self, rewards, values, dones, next_value, *more):
+    def compute_vtrace(self, ratios, *args):
+        self.rollouts[-1].ratios = ratios.clone()
+        return self.compute_gae(*args, ratios=ratios)
+
+    def compute_gae(self, rewards, values, dones, next_value, *more, ratios=None):
         rollout, time = self.rollouts[-1], self.envs.time
         rollout.rewards, rollout.next_value = rewards.clone(), next_value.clone()
         with torch.no_grad():
@@ -176,7 +199,8 @@ class Watch:
             never = torch.zeros(NUM_ENVS, dtype=bool)
             finals = [self.plain_value(self.envs.final_observations[t], s, never) for t, s in steps]
             rollout.final_values = torch.stack(finals)
-        return self.plain_gae(rewards, values, dones, next_value, *more)
+        ratios = () if ratios is None else (ratios,)
+        return self.plain_gae(*ratios, rewards, values, dones, next_value, *more)
 
     def plain_value(self, obs, state, first):
         features = self.agent.get_features(torch.as_tensor(obs)).double()
@@ -219,6 +243,10 @@ class Watch:
             assert_close(rollout.next_value, rollout.expected_next_value, atol=1e-5)
 
     def assert_states_of_updates(self):
+        for rollout in self.rollouts if self.asynchronous else ():
+            # what was judged before the first step of an update is what was said in the rollout
+            assert_close(rollout.judged[:-1], torch.stack(rollout.said), atol=1e-5)
+            assert_close(rollout.ratios, torch.ones(NUM_STEPS, NUM_ENVS), atol=1e-5)
         for minibatch in self.minibatches:
             assert_close(minibatch.said, minibatch.expected, atol=1e-5)
 
@@ -228,10 +256,11 @@ def play(script, tmp_path, ends=(), lives=(), run=None, **changes) -> Watch:
     sizes = {"num_envs": NUM_ENVS, "num_steps": NUM_STEPS, "num_minibatches": 2}
     sizes |= {"update_epochs": 2, "total_timesteps": NUM_ENVS * NUM_STEPS, "learning_rate": 1e-3}
     flags = {"eval_episodes": NUM_ENVS if run else 0, "device": "cpu", "run_dir": str(tmp_path)}
-    args = script.Args(**(sizes | flags | changes))
+    changes |= CORES.get(script.__name__, {})
+    args = script.Args(**sized(script.__name__, sizes | flags | changes))
     seen = Watch(script, PictureEnvs(script, [*ends, *lives], lives))
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("make_envs", "compute_gae", "save"):
+        for name in {"make_envs", "compute_gae", "compute_vtrace", "save"} & set(vars(script)):
             patch.setattr(script, name, getattr(seen, name))
         patch.setattr(script, "Agent", seen.make_agent)
         if run:
@@ -270,8 +299,8 @@ def test_lstm_02_zero_state_at_the_start(script, tmp_path):
     # rollout ends with an episode in one environment, which is nothing to the others
     seen = play(script, tmp_path, ENDS, update_epochs=1, total_timesteps=TWO_ROLLOUTS)
     assert len(seen.rollouts) == 2
-    carried = seen.rollouts[1].state[:, ~seen.envs.first(NUM_STEPS)]
-    assert carried.shape[1] == 3 and carried.abs().mean() > 0.01
+    carried = seen.rollouts[1].state[..., ~seen.envs.first(NUM_STEPS), :]
+    assert carried.shape[-2] == 3 and carried.abs().mean() > 0.01
     seen.assert_states_of_rollouts()
 
 
@@ -283,26 +312,29 @@ def pieces(done):
 
 @shown_by("lstm 3")
 def test_lstm_03_reset_at_episode_ends(script, tmp_path):
-    agent, rng = make_agent(script), torch.Generator().manual_seed(0)
-    obs = torch.as_tensor(pictures(8, 3))
+    agent = make_agent(script, **CORES.get(script.__name__, {}))
+    rng = torch.Generator().manual_seed(0)
+    channels = next(agent.network.parameters()).shape[1]
+    obs = torch.as_tensor(pictures(8, 3)).expand(8, 3, channels, 84, 84)
     actions = torch.randint(3, (8, 3), generator=rng)
-    state = torch.randn(2, 3, 128, generator=rng).requires_grad_()
+    state = torch.randn(agent.initial_state(3).shape, generator=rng).requires_grad_()
     done = torch.zeros(8, 3)
     done[0, 1] = done[3, 0] = done[4, 0] = done[4, 1] = done[7, 0] = 1
     whole = agent.get_action_and_value(obs.flatten(0, 1), state, done.flatten(), actions.flatten())
     said = torch.stack(whole[1:4], -1).unflatten(0, (8, 3))
-    assert_close(agent.get_value(obs.flatten(0, 1), state, done.flatten()), whole[3])
+    if hasattr(agent, "get_value"):
+        assert_close(agent.get_value(obs.flatten(0, 1), state, done.flatten()), whole[3])
 
     with torch.no_grad():
         # a sequence with ends in it is what its episodes are, each on its own from the state zero
         for i in range(3):
             for start, end in pieces(done[:, i]):
-                own = torch.zeros(2, 1, 128) if done[start, i] else state[:, i : i + 1]
+                own = agent.initial_state(1) if done[start, i] else state[..., i : i + 1, :]
                 never = torch.zeros(end - start)
                 inputs = (obs[start:end, i], own, never, actions[start:end, i])
                 alone = agent.get_action_and_value(*inputs)
                 assert_close(said[start:end, i], torch.stack(alone[1:4], -1), atol=1e-5)
-            assert_close(whole[4][:, i : i + 1], alone[4], atol=1e-5)
+            assert_close(whole[4][..., i : i + 1, :], alone[4], atol=1e-5)
         # and what its steps are, one after the other, as in a rollout
         memory = state
         for step in range(8):
@@ -313,17 +345,19 @@ def test_lstm_03_reset_at_episode_ends(script, tmp_path):
         assert_close(whole[4], memory, atol=1e-5)
     # the gradient stops where the memory does
     (gradient,) = torch.autograd.grad(said[4:, :, 2].sum(), state)
-    reached = gradient.abs().sum((0, 2)) > 0
+    reached = gradient.abs().sum(-1).reshape(-1, 3).sum(0) > 0
     assert reached.tolist() == [False, False, True]
 
     # training is told of the right ends: an observation that is the first of an episode comes
     # without memories, in the rollout, behind it and in the update
-    flags = {"bootstrap_truncated": True, "gamma": 0.5, "update_epochs": 1}
+    flags = {"gamma": 0.5, "update_epochs": 1}
+    if bootstraps := hasattr(script.Args, "bootstrap_truncated"):
+        flags["bootstrap_truncated"] = True
     seen = play(script, tmp_path, ENDS, total_timesteps=TWO_ROLLOUTS, **flags)
     seen.assert_states_of_rollouts()
     seen.assert_states_of_updates()
     # an episode's last observation still has those of its own environment
-    for rollout in seen.rollouts:
+    for rollout in seen.rollouts if bootstraps else ():
         steps = slice(rollout.start, rollout.start + NUM_STEPS)
         cut = torch.as_tensor(seen.envs.truncated & ~seen.envs.terminated)[steps]
         assert cut.any()

@@ -37,6 +37,15 @@ MAY_DIFFER = {
     "ppo_lstm": {"Training", "Run"},
     "ppo_multidiscrete": {"Training", "Run"},
     "envpool_ppo": {"Training", "Run"},
+    "appo_async": {"Advantages", "Training", "Run"},
+}
+# the arguments that a file has no use for, and those of its own, where nothing else is compared
+ARGUMENTS_DIFFER = {
+    "appo_async": (
+        {"num_envs", "bootstrap_truncated", "vector_mode"},
+        {"num_workers", "envs_per_worker", "num_splits", "num_policy_workers", "minibatch_size"}
+        | {"rho_bar", "c_bar", "max_policy_lag", "rnn", "reward_scale", "serial"},
+    ),
 }
 # the functions of Run that differ, and those that the parent has not
 RUN_DIFFERS = {
@@ -49,6 +58,8 @@ RUN_DIFFERS = {
     "ppo_lstm": {"check", "evaluate"},
     "ppo_multidiscrete": {"check", "evaluate"},
     "envpool_ppo": {"check", "try_out"},
+    # sizes, shared memory, lag and waiting on the screen, the GRU's state
+    "appo_async": {"check", "try_out", "shared_megabytes", "log", "evaluate", "parse"},
 }
 
 each_script = pytest.mark.parametrize("name", SCRIPTS)
@@ -176,7 +187,7 @@ def test_layer_init_equals_parent(child, parent):
 
 @each_pair
 def test_diff_size_is_the_recorded_one(child, parent):
-    size = diff.diff_size(source_of(parent), source_of(child))
+    size = diff.diff_size(source_of(parent), source_of(child), diff.COMPARED.get(child))
     removed, added = map(int, re.fullmatch(r"-(\d+) \+(\d+)", RECORDS[child]).groups())
     grown = size.removed + size.added - removed - added
     how = f"grew by {grown}" if grown > 0 else f"shrank by {-grown}" if grown else "changed"
@@ -184,6 +195,15 @@ def test_diff_size_is_the_recorded_one(child, parent):
         f"the diff of {parent}.py and {child}.py {how} lines, from {RECORDS[child]} to {size}: see "
         f"`python scripts/diff.py {parent} {child}`; if it is meant, record it in tests/family.toml"
     )
+
+
+@pytest.mark.parametrize("child", diff.COMPARED)
+def test_arguments_differ_in_these_alone(child):
+    """What is called the same comes in the parent's order."""
+    ours, theirs = (list(arguments_of(source_of(n))) for n in (child, diff.FAMILY[child]))
+    assert (set(theirs) - set(ours), set(ours) - set(theirs)) == ARGUMENTS_DIFFER[child]
+    assert [name for name in ours if name in theirs] == [name for name in theirs if name in ours]
+    assert set(diff.COMPARED[child]) == {"Environment", "Agent", "Run"}
 
 
 @each_script

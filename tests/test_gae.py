@@ -28,7 +28,13 @@ def for_all(**strategies):
 @functools.cache
 def gae_of(name: str):
     """Call a script's compute_gae with NumPy arrays, which it must leave as they are."""
-    compute_gae = load_script(name).compute_gae
+    script = load_script(name)
+
+    def on_policy(rewards, *more):
+        """What V-trace comes to where the policy has not moved since."""
+        return script.compute_vtrace(torch.ones_like(rewards), rewards, *more, 1.0, 1.0)
+
+    compute_gae = on_policy if name == "appo_async" else script.compute_gae
 
     def call(rollout, gamma, gae_lambda):
         tensors = [torch.tensor(array, dtype=torch.float64) for array in rollout]

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import stable_baselines3 as sb3
 import torch
-from conftest import SCRIPTS, load_script
+from conftest import SCRIPTS, load_script, sized
 from stable_baselines3.common.logger import Logger
 from stable_baselines3.common.torch_layers import BaseFeaturesExtractor
 from torch import nn
@@ -100,12 +100,13 @@ SETTINGS = {
     "ppo_lstm": IMAGES,
     "ppo_multidiscrete": IMAGES | {"env_id": "NoiseParts-v0", "reward_scale": 1.0},
     "envpool_ppo": IMAGES | {"env_id": "NoiseImage-v0"},
+    "appo_async": IMAGES,
 }
 # for each script: the relative error that float32 may leave in a gradient
 ROUNDING = dict.fromkeys(("ppo", "ppo_shared", "ppo_continuous"), 1e-6)
 ROUNDING |= dict.fromkeys(set(SETTINGS) - set(ROUNDING), 5e-6)
-# what an agent is given between observations and actions: the masks, or the LSTM's state and dones
-INPUTS = {"ppo_multidiscrete": 1, "ppo_lstm": 2}
+# what an agent is given between observations and actions: masks, or the core's state and dones
+INPUTS = {"ppo_multidiscrete": 1, "ppo_lstm": 2, "appo_async": 2}
 METRICS = ("value_loss", "policy_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac")
 
 
@@ -117,7 +118,9 @@ def watch_train(name: str, tmp_path, **changes) -> SimpleNamespace:
     """
     script = load_script(name)
     seen = SimpleNamespace(script=script, inputs=[], steps=[], orders=[], updates=[])
-    judge, compute_gae, log = script.Agent.get_action_and_value, script.compute_gae, script.log
+    judge, log = script.Agent.get_action_and_value, script.log
+    advantages = "compute_vtrace" if name == "appo_async" else "compute_gae"
+    compute_gae = getattr(script, advantages)
     clip, randperm = nn.utils.clip_grad_norm_, torch.randperm
 
     def watch_agent(agent, x, *more):
@@ -126,6 +129,8 @@ def watch_train(name: str, tmp_path, **changes) -> SimpleNamespace:
         if not action:
             seen.inputs.append([part.clone() for part in inputs])
             seen.steps.append([x.clone(), *(results[i].clone() for i in (0, 1, 3))])
+            return results
+        if not results[1].requires_grad:  # appo_async.py looks at the whole batch at first
             return results
         for result in results[1:4]:
             result.retain_grad()  # so that each sample's part in the loss can be read
@@ -156,10 +161,10 @@ def watch_train(name: str, tmp_path, **changes) -> SimpleNamespace:
 
     args = {"num_envs": 4, "num_steps": 16, "total_timesteps": 64, "num_minibatches": 2}
     args |= {"update_epochs": 2, "eval_episodes": 0, "device": "cpu"} | SETTINGS[name] | changes
-    seen.args = script.Args(run_dir=str(tmp_path / "run"), **args)
+    seen.args = script.Args(run_dir=str(tmp_path / "run"), **sized(name, args))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(script.Agent, "get_action_and_value", watch_agent)
-        patch.setattr(script, "compute_gae", watch_gae)
+        patch.setattr(script, advantages, watch_gae)
         patch.setattr(script, "log", watch_log)
         if name == "envpool_ppo":
             patch.setattr(script, "envpool", fake_envpool)
@@ -180,6 +185,8 @@ def watch_train(name: str, tmp_path, **changes) -> SimpleNamespace:
     minibatches = torch.cat(seen.orders).split(per_minibatch)
     for update, inds in zip(seen.updates, minibatches, strict=True):
         update.rows = rows[..., inds].flatten()
+        if len(update.obs) == 17 * 4:  # that first look, learned from as it came
+            update.rows = rows
         update.batch = {key: whole[update.rows] for key, whole in seen.rollout.items()}
         if name == "ppo_lstm":
             update.batch["state"] = seen.inputs[0][0][:, inds]
@@ -432,6 +439,7 @@ SB3_POLICIES = {
     "ppo_distributed": NATURE_CNN,
     "ppo_multidiscrete": NATURE_CNN,
     "envpool_ppo": NATURE_CNN,
+    "appo_async": NATURE_CNN,
 }
 
 

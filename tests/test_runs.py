@@ -21,7 +21,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, SCRIPTS, TINY, load_script, run_forked, run_script, source_of
+from conftest import ROOT, SCRIPTS, TINY, load_script, run_forked, run_script, sized, source_of
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from toy_envs import Clock, ContinuousClock, Panel, ToyAtari
 
@@ -38,6 +38,8 @@ METRICS = {
     "losses/clipfrac",
     "losses/explained_variance",
 }
+ASYNC_METRICS = {f"charts/policy_lag_{name}" for name in ("min", "mean", "max")}
+WAITING = {f"charts/waiting_{name}" for name in ("rollout", "policy", "learner")}
 RESULT = {"steps", "seconds", "sps", "episodes", "return_last100"}
 RESULT |= {"eval_mean", "eval_std", "finished"}
 
@@ -113,6 +115,7 @@ EVEN = {
     "ppo_lstm": "EvenAtari-v0",
     "ppo_multidiscrete": "toy_envs:Panel-v0",
     "envpool_ppo": "ImageClock-v0",  # EnvPool imports no module
+    "appo_async": "EvenAtari-v0",
 }
 
 
@@ -124,7 +127,7 @@ def in_tmp_path(tmp_path, monkeypatch):
 def train(script, run_dir: str, **changes) -> dict:
     """Train for a few steps, evaluate only if asked to; returns the last checkpoint."""
     quick = {"env_id": EVEN[script.SCRIPT], "eval_episodes": 0, "run_dir": run_dir}
-    args = TINY[script.SCRIPT] | quick | changes
+    args = sized(script.SCRIPT, TINY[script.SCRIPT] | quick | changes)
     if script.SCRIPT == "envpool_ppo":
         script.envpool = fake_envpool  # plays EnvPool's environments and those of the tests
     script.train(script.Args(**args))
@@ -153,9 +156,9 @@ def same_state(a: dict, b: dict) -> bool:
 
 
 def scalars(run_dir: str) -> dict[str, list[tuple[int, float]]]:
-    """All curves of a run but the speed."""
+    """All curves of a run but those of the time that it took."""
     events = EventAccumulator(run_dir, size_guidance={"scalars": 0}).Reload()
-    tags = set(events.Tags()["scalars"]) - {"charts/SPS"}
+    tags = set(events.Tags()["scalars"]) - {"charts/SPS"} - WAITING
     # repr: NaN is not equal to itself
     return {tag: [(e.step, repr(e.value)) for e in events.Scalars(tag)] for tag in tags}
 
@@ -300,7 +303,7 @@ def test_files(script):
         "env_id": EVEN[script.SCRIPT],
     }
     args |= {"num_steps": 16, "total_timesteps": 64}
-    args = script.Args(**args)
+    args = script.Args(**sized(script.SCRIPT, args))
     if script.SCRIPT == "envpool_ppo":
         script.envpool = fake_envpool
     returned = script.train(args)
@@ -326,12 +329,15 @@ def test_files(script):
 def test_metrics(script):
     train(script, "run", num_steps=16, total_timesteps=64)
     curves = scalars("run")
-    assert curves.keys() | {"charts/SPS"} == METRICS
+    more = ASYNC_METRICS if script.SCRIPT == "appo_async" else set()
+    assert curves.keys() | {"charts/SPS"} == METRICS | more
     for tag, curve in curves.items():
         if not tag.startswith("charts/episodic"):
             assert [step for step, _ in curve] == [32, 64]
             assert all(math.isfinite(float(value)) for _, value in curve)
-    assert {step for step, _ in curves["charts/episodic_return"]} == {16, 32, 48, 64}
+    # the learner of appo_async.py sees the end of an episode with the batch that it is in
+    ends = {32, 64} if script.SCRIPT == "appo_async" else {16, 32, 48, 64}
+    assert {step for step, _ in curves["charts/episodic_return"]} == ends
     assert {float(value) for _, value in curves["charts/episodic_length"]} != {0.0}
 
 
@@ -356,6 +362,8 @@ def test_losses_are_means_over_all_minibatches(script, monkeypatch):
     monkeypatch.setattr(script.Agent, "get_action_and_value", watched)
     sizes = {"num_envs": 4, "num_steps": 4, "num_minibatches": 4, "update_epochs": 3}
     train(script, "run", **sizes, total_timesteps=16, learning_rate=0.01)
+    if script.SCRIPT == "appo_async":  # judges the batch as a whole before that
+        entropies.pop(0)
     assert len(entropies) == 12
     assert entropies[-1] != pytest.approx(np.mean(entropies), rel=1e-6)  # the last would differ
     ((_, logged),) = scalars("run")["losses/entropy"]
@@ -394,7 +402,8 @@ def test_evaluation_leaves_the_run_alone(script):
     ("name", "env_id"),
     [("ppo", "CartPole-v1"), ("ppo_shared", "CartPole-v1"), ("ppo_continuous", "Pendulum-v1")]
     + [
-        (name, EVEN[name]) for name in ("ppo_atari", "ppo_lstm", "ppo_multidiscrete", "envpool_ppo")
+        (name, EVEN[name])
+        for name in ("ppo_atari", "ppo_lstm", "ppo_multidiscrete", "envpool_ppo", "appo_async")
     ],
 )
 def test_evaluation_is_repeatable(name, env_id):
@@ -424,7 +433,7 @@ def test_finished_run_is_evaluated(script, capsys):
     assert (result["eval_mean"], result["eval_std"]) == (np.mean(scores), np.std(scores))
 
 
-@pytest.mark.parametrize("name", ["ppo_atari", "ppo_lstm"])
+@pytest.mark.parametrize("name", ["ppo_atari", "ppo_lstm", "appo_async"])
 def test_atari_score_is_raw(name):
     """Not clipped: 8 steps and the 8 frames of the start, the no-ops too, pay 2 a frame."""
     script = load_script(name)
@@ -506,6 +515,7 @@ no_egl = pytest.mark.skipif(not find_library("EGL"), reason="MuJoCo cannot draw 
         ("ppo_atari", "BreakoutNoFrameskip-v4"),
         pytest.param("ppo_continuous", "Hopper-v4", marks=no_egl),
         ("ppo_multidiscrete", "VizdoomTakeCover-v1"),
+        ("appo_async", "VizdoomTakeCover-v1"),
     ],
 )
 def test_video(name, env_id):
@@ -601,6 +611,9 @@ def test_script_alone_in_an_empty_folder(name):
     shutil.copy(ROOT / f"{name}.py", ".")
     alone = {"cwd": Path.cwd(), "PYTHONPATH": "", "OMP_NUM_THREADS": "1"}
     flags = "--num-envs 2 --num-steps 64 --num-minibatches 2 --total-timesteps 256"
+    if name == "appo_async":
+        flags = flags.replace("--num-envs 2", "--num-workers 2 --envs-per-worker 2")
+        flags += " --minibatch-size 64"
     flags += " --eval-episodes 0 --run-dir run"
     process = run_script(f"{name}.py", *flags.split(), **alone)
     assert (process.returncode, process.stderr) == (0, "")
@@ -723,3 +736,32 @@ def test_bootstrap_truncated(bootstrap):
     # cut: (1 - gamma^k) / (1 - gamma), averaged over the k = 1 to 10 steps that are left
     left = np.mean([(1 - 0.9**k) / (1 - 0.9) for k in range(1, 11)])
     assert value == pytest.approx(10.0 if bootstrap else left, abs=0.5)
+
+
+# === Asynchronous, in one process
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"num_minibatches": 2, "update_epochs": 2},
+        {"num_minibatches": 1, "update_epochs": 2},  # learns from its first look at the batch
+    ],
+    ids=["minibatches", "whole"],
+)
+def test_serial_is_ppo_atari(sizes):
+    """One iteration with the same random draws: the same parameters up to rounding.
+
+    On a policy that has not moved V-trace is GAE, and one worker's environments are those of
+    ppo_atari.py. In the next iteration rounding has its say in which actions are taken.
+    """
+    sizes = sizes | {"env_id": "BreakoutNoFrameskip-v4", "num_envs": 2, "num_steps": 16}
+    sizes |= {"total_timesteps": 320, "stop_at": 32}
+    atari = train(load_script("ppo_atari"), "atari", **sizes)
+    serial = train(load_script("appo_async"), "serial", **sizes)
+    start = train(load_script("ppo_atari"), "start", **sizes, learning_rate=0.0)
+    assert serial["rng"][0].equal(atari["rng"][0])
+    assert serial["agent"].keys() == atari["agent"].keys()
+    for name, parameter in atari["agent"].items():
+        assert (parameter - start["agent"][name]).abs().max() > 2e-5
+        assert (parameter - serial["agent"][name]).abs().max() < 2e-6
