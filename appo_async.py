@@ -40,6 +40,7 @@ import io
 import itertools
 import json
 import math
+import mmap
 import multiprocessing.resource_tracker
 import os
 import re
@@ -1018,7 +1019,7 @@ def shared_megabytes(args: Args) -> float:
     envs.close()
     with torch.device("meta"):
         shared = Shared(args, Agent(envs, args), obs.shape[1:])
-    return sum(tensor.nbytes for tensor in shared.tensors()) / 1e6
+    return sum(tensor.nbytes + mmap.PAGESIZE for tensor in shared.tensors()) / 1e6  # whole pages
 
 
 def load(flag: str, run_dir: str) -> dict:
