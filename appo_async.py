@@ -698,7 +698,8 @@ class Team:
             if self.deaths[member][1] > 5:
                 raise ChildProcessError(f"{who} dies before it has finished a trajectory")
             end_group(process.pid)
-            print(f"\n{who} was killed by signal {-process.exitcode}: another takes its place")
+            cause = f"killed by signal {-process.exitcode}"
+            print(f"\n{who} was {cause}: another takes its place", flush=True)
             self.processes[member] = self.start(member)
 
     def close(self):
