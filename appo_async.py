@@ -40,6 +40,7 @@ import io
 import itertools
 import json
 import math
+import mmap
 import multiprocessing.resource_tracker
 import os
 import re
@@ -701,7 +702,8 @@ class Team:
             if self.deaths[member][1] > 5:
                 raise ChildProcessError(f"{who} dies before it has finished a trajectory")
             end_group(process.pid)
-            print(f"\n{who} was killed by signal {-process.exitcode}: another takes its place")
+            cause = f"killed by signal {-process.exitcode}"
+            print(f"\n{who} was {cause}: another takes its place", flush=True)
             self.processes[member] = self.start(member)
 
     def close(self):
@@ -1024,7 +1026,7 @@ def shared_megabytes(args: Args) -> float:
     envs.close()
     with torch.device("meta"):
         shared = Shared(args, Agent(envs, args), obs.shape[1:])
-    return sum(tensor.nbytes for tensor in shared.tensors()) / 1e6
+    return sum(tensor.nbytes + mmap.PAGESIZE for tensor in shared.tensors()) / 1e6  # whole pages
 
 
 def load(flag: str, run_dir: str) -> dict:

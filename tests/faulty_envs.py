@@ -1,5 +1,7 @@
 """Environments that go wrong after some steps, for `--env-id faulty_envs:NAME`."""
 
+from pathlib import Path
+
 import gymnasium as gym
 import numpy as np
 from toy_envs import Clock, ContinuousClock, Panel, ToyAtari
@@ -61,3 +63,15 @@ BAD = {
 for env_id, kwargs in BAD.items():
     gym.register(env_id, SpoiledClock, kwargs=kwargs)
     gym.register(f"Continuous{env_id}", SpoiledContinuousClock, kwargs=kwargs)
+
+
+class FuseAtari(ToyAtari):
+    """A game that fails once there is a file `fuse`."""
+
+    def step(self, action):
+        if Path("fuse").exists():
+            raise RuntimeError("the fuse of a rollout worker")
+        return super().step(action)
+
+
+gym.register("FuseAtari-v0", FuseAtari)

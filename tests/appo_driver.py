@@ -1,0 +1,189 @@
+"""appo_async.py with a ledger: what was stepped, what was learned from, what was pickled.
+
+    python appo_driver.py ARGUMENTS OF appo_async.py
+
+The environment VizdoomLedger-v0 (no ViZDoom: so called, its rewards and pixels arrive unchanged)
+shows who it is and how often it was stepped, and writes that to ledger/ID in shared pages, which
+outlive a kill. The learner compares what it gets with that, and appends to the file `learned`.
+With a learning rate of 0 every ratio is 1, which says that observations, states, actions and
+log-probabilities belong together. Processes write what they pickle, and what they write, to `sent`.
+The network is small: races, not numbers, are wanted. A file `fuse` makes the policy workers fail.
+"""
+
+import functools
+import mmap
+import multiprocessing.connection
+import os
+import pickle
+import signal
+import sys
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+
+import gymnasium as gym
+import numpy as np
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import appo_async
+
+MARK = np.dtype([("id", "<u8"), ("time", "<u4"), ("action", "u1"), ("first", "u1")])
+PAGE = np.dtype([("pid", "<u8"), ("time", "<u8")])  # of a file in ledger/
+LEARNED = np.dtype([("id", "<u8"), ("time", "<u8")])  # a trajectory: whose, and when it began
+
+
+class Ledger(gym.Env):
+    """Every observation has the environment's number and time on it; reward k for the k-th step."""
+
+    observation_space = gym.spaces.Dict(screen=gym.spaces.Box(0, 255, (72, 128, 3), np.uint8))
+    action_space = gym.spaces.Discrete(3)
+
+    def __init__(self, render_mode=None):
+        self.id, self.time, self.action = int.from_bytes(os.urandom(7), "little"), 0, 0
+        self.page = None
+
+    def _obs(self, first):
+        screen = np.zeros((72, 128, 3), np.uint8)
+        mark = np.array([(self.id, self.time, self.action, first)], MARK)
+        screen[0, : MARK.itemsize, 0] = mark.view(np.uint8)
+        return {"screen": screen}
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return self._obs(True), {}
+
+    def step(self, action):
+        if self.page is None:
+            Path("ledger").mkdir(exist_ok=True)
+            with open(f"ledger/{self.id}", "w+b") as file:
+                file.truncate(PAGE.itemsize)
+                self.page = np.frombuffer(mmap.mmap(file.fileno(), PAGE.itemsize), PAGE)
+            self.page["pid"] = os.getpid()
+        self.time += 1
+        self.page["time"] = self.time
+        self.action = action
+        return self._obs(False), float(self.time), self.np_random.random() < 0.05, False, {}
+
+
+gym.register("VizdoomLedger-v0", Ledger)
+
+
+class SmallAgent(appo_async.Agent):
+    def __init__(self, envs, args):
+        super().__init__(envs, args)
+        pixels = nn.Sequential(nn.AvgPool2d(8), nn.Flatten())
+        self.network = nn.Sequential(pixels, nn.Linear(3 * 9 * 16, 512), nn.Tanh())
+
+    def get_action_and_value(self, x, hidden, done, action=None):
+        if action is not None:
+            SmallAgent.batch = x.numpy(), done.numpy(), action.numpy()
+        elif Path("fuse").exists():
+            raise RuntimeError("the fuse of a policy worker")
+        return super().get_action_and_value(x, hidden, done, action)
+
+
+appo_async.Agent = SmallAgent
+compute_vtrace = appo_async.compute_vtrace
+
+
+def audit(ratios, rewards, *rest):
+    """What the learner got is what was stepped, column by column."""
+    num_steps, columns = rewards.shape
+    x, dones, actions = (
+        part.reshape(num_steps + 1, columns, *part.shape[1:]) for part in SmallAgent.batch
+    )
+    marks = np.ascontiguousarray(x[:, :, 0, 0, : MARK.itemsize]).view(MARK)[..., 0]
+    assert (marks["id"] == marks["id"][0]).all()
+    assert (marks["time"] == marks["time"][0] + np.arange(num_steps + 1)[:, None]).all()
+    assert (rewards.numpy() == marks["time"][1:]).all()
+    played = marks["action"][1:] == actions[:-1]  # a reset shows the last action as well
+    assert played.all()
+    assert (dones == (marks["first"] & (marks["time"] > 0))).all()
+    assert (ratios - 1).abs().max() < 1e-3, ratios
+    rows = np.zeros(columns, LEARNED)
+    rows["id"], rows["time"] = marks["id"][0], marks["time"][0]
+    with open("learned", "ab") as file:
+        file.write(rows.tobytes())
+    return compute_vtrace(ratios, rewards, *rest)
+
+
+appo_async.compute_vtrace = audit
+
+
+# === What is sent, from when a process has begun its work
+BUSY = []
+
+
+def watch(owner, name, describe):
+    plain = getattr(owner, name)
+
+    def watched(*args, **kwargs):
+        if BUSY and (what := describe(*args)):
+            with open("sent", "a") as file:
+                print(os.getpid(), name, what, file=file)
+        return plain(*args, **kwargs)
+
+    setattr(owner, name, staticmethod(watched) if isinstance(owner, type) else watched)
+
+
+def always(*args):
+    return "called"
+
+
+def watch_method(owner, name):
+    plain = getattr(owner, name)
+
+    @functools.wraps(plain)
+    def watched(self, *args, **kwargs):
+        if BUSY:
+            with open("sent", "a") as file:
+                print(os.getpid(), name, file=file)
+        return plain(self, *args, **kwargs)
+
+    setattr(owner, name, watched)
+
+
+watch(ForkingPickler, "dumps", always)
+watch(pickle, "dumps", always)
+watch(pickle, "dump", always)
+watch(os, "write", lambda fd, data: "" if len(data) == 1 else f"{len(data)} bytes")
+watch_method(multiprocessing.connection.Connection, "_send_bytes")
+watch_method(multiprocessing.connection.Connection, "_recv_bytes")
+
+
+def busy(function, during):
+    """The function, during or after which nothing may be pickled; or during which it may."""
+
+    @functools.wraps(function)
+    def wrapped(*args, **kwargs):
+        before = BUSY.copy()
+        BUSY[:] = ["busy"] if during else []
+        try:
+            return function(*args, **kwargs)
+        finally:
+            BUSY[:] = before
+
+    return wrapped
+
+
+appo_async.run_part = busy(appo_async.run_part, True)
+appo_async.save = busy(appo_async.save, False)
+appo_async.Team.start = busy(appo_async.Team.start, False)
+start_team = appo_async.Team.__init__
+
+
+def start_team_first(self, *args):
+    start_team(self, *args)
+    BUSY[:] = ["busy"]
+
+
+appo_async.Team.__init__ = start_team_first
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, appo_async.request_stop)
+    signal.signal(signal.SIGTERM, appo_async.request_stop)
+    args = appo_async.parse()
+    try:
+        appo_async.train(args)
+    except OSError as error:  # as in appo_async.py
+        sys.exit(f"error: {error}")

@@ -1,0 +1,541 @@
+"""appo_async.py as what it is: processes, which are killed, stopped and counted."""
+
+import contextlib
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT, load_script, run_script, source_of
+from test_faults import PATIENCE, checkpoint, printed_command, saved, session, wait_for
+
+SCRIPT = ROOT / "appo_async.py"
+DRIVER = ROOT / "tests" / "appo_driver.py"
+FUSE = ["--env-id", "faulty_envs:FuseAtari-v0", "--device", "cpu", "--eval-episodes", 0]
+# four environments in two splits of one worker; batches of 32
+SMALL = ["--num-workers", 1, "--envs-per-worker", 4, "--num-steps", 8, "--minibatch-size", 32]
+ENDLESS = [*FUSE, *SMALL, "--total-timesteps", 10**7]
+# a learning rate of 0: see appo_driver.py
+LEDGER = ["--env-id", "VizdoomLedger-v0", "--device", "cpu", "--eval-episodes", 0]
+LEDGER += ["--learning-rate", 0, "--num-steps", 8, "--total-timesteps", 10**8]
+LEARNED = np.dtype([("id", "<u8"), ("time", "<u8")])  # as in appo_driver.py
+PAGE = np.dtype([("pid", "<u8"), ("time", "<u8")])
+
+
+def patience(seconds: float) -> float:
+    """So long on an idle machine; longer where other programs want the cores too."""
+    return seconds * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
+
+
+def shared_files(pids: list[int]) -> set[str]:
+    """The names in /dev/shm that these processes map or have made; other programs have theirs."""
+    names = set()
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            maps = Path(f"/proc/{pid}/maps").read_text()
+            names |= set(re.findall(r"/dev/shm/(\S+)$", maps, re.MULTILINE))
+    made = tuple(f"torch_{pid}_" for pid in pids)
+    return names | {name for name in os.listdir("/dev/shm") if name.startswith(made)}
+
+
+class Run:
+    """A script that runs as the leader of a session, its output in files beside the run."""
+
+    def __init__(self, folder: Path, script: Path, *argv: object, prefix: tuple = ()):
+        self.folder, self.files = folder, set()
+        path = os.pathsep.join((str(ROOT / "tests"), str(ROOT)))
+        with open(folder / "out", "w") as out, open(folder / "err", "w") as err:
+            self.process = subprocess.Popen(
+                [*prefix, sys.executable, str(script), *map(str, argv)],
+                cwd=folder,
+                env=os.environ | {"PYTHONPATH": path, "PYTHONUNBUFFERED": ""},
+                start_new_session=True,
+                stdout=out,
+                stderr=err,
+            )
+
+    @property
+    def out(self) -> str:
+        return (self.folder / "out").read_text()
+
+    @property
+    def err(self) -> str:
+        return (self.folder / "err").read_text()
+
+    def roles(self) -> dict[str, int]:
+        """The process of each role, by what `top` shows."""
+        found = {}
+        for pid in session(self.process):
+            with contextlib.suppress(OSError):
+                name = Path(f"/proc/{pid}/comm").read_text().strip()
+                if name.startswith("appo "):
+                    found[name] = pid
+        return found
+
+    def working(self, step: int = 1) -> dict[str, int]:
+        """Wait for a checkpoint of this step or a later one; returns the roles."""
+
+        def written():
+            assert self.process.poll() is None, self.err
+            with contextlib.suppress(Exception):  # there is none yet
+                path = self.folder / "run" / "checkpoint.pt"
+                return torch.load(path, weights_only=True)["global_step"] >= step
+
+        wait_for(written, "checkpoint")
+        self.files = shared_files(session(self.process))
+        return self.roles()
+
+    def says(self, words: str, seconds: float = PATIENCE) -> None:
+        wait_for(lambda: words in self.err, f"{words!r} on stderr", patience(seconds))
+
+    def ends(self, seconds: float = PATIENCE) -> int:
+        """Wait until all processes are gone, and what they shared as well. The exit code."""
+        code = self.process.wait(patience(seconds))
+        wait_for(lambda: not session(self.process), "end of all processes", patience(seconds))
+        left = (self.files | shared_files([self.process.pid])) & set(os.listdir("/dev/shm"))
+        assert not left
+        return code
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Start a script in tmp_path; what is left is killed at the end."""
+    runs = []
+
+    def start(*argv: object, script: Path = SCRIPT, prefix: tuple = ()) -> Run:
+        runs.append(Run(tmp_path, script, *argv, "--run-dir", "run", prefix=prefix))
+        return runs[-1]
+
+    yield start
+    for run in runs:
+        for pid in session(run.process):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        run.process.wait()
+
+
+def goes_on(folder: Path, monkeypatch) -> None:
+    """--resume learns a batch more than the last checkpoint had: in one process, which is fast."""
+    monkeypatch.chdir(folder)
+    step = checkpoint("appo_async", folder / "run")["global_step"]
+    (folder / "fuse").unlink(missing_ok=True)
+    script = load_script("appo_async")
+    args = ["--resume", "run", "--serial", "--stop-at", str(step + 1)]
+    assert script.train(script.parse(args))["steps"] == step + 32
+
+
+# === While it runs
+
+
+def smaps(pid: int, key: str) -> float:
+    """A line of the process's memory, in MB."""
+    text = Path(f"/proc/{pid}/smaps_rollup").read_text()
+    return int(re.search(rf"^{key}:\s+(\d+) kB", text, re.MULTILINE)[1]) / 1e3 * 1.024
+
+
+def written(pid: int) -> tuple[int, int]:
+    """Bytes written so far, and calls that wrote them."""
+    text = Path(f"/proc/{pid}/io").read_text()
+    return tuple(int(re.search(rf"^{key}: (\d+)", text, re.MULTILINE)[1]) for key in IO)
+
+
+IO = ("wchar", "syscw")
+
+
+def test_roles_memory_messages_and_ctrl_c(start, tmp_path):
+    """One run, looked at from outside; then Ctrl-C, which a terminal sends to the whole group."""
+    sizes = ["--num-workers", 2, "--envs-per-worker", 8, "--checkpoint-every", 1000]
+    run = start(*ENDLESS, *sizes)
+    roles = run.working()
+    assert set(roles) == {"appo rollout 0", "appo rollout 1", "appo policy 0", "appo learner"}
+    assert roles["appo learner"] == run.process.pid
+    for name, pid in roles.items():
+        command = Path(f"/proc/{pid}/cmdline").read_bytes().rstrip(b"\0").decode()
+        assert command == name
+
+    script = load_script("appo_async")
+    args = script.parse([*map(str, [*ENDLESS, *sizes])])
+    predicted = script.shared_megabytes(args)
+    said = re.search(r"2 x 8 environments, (\d+) MB of shared memory", run.out)
+    allocated = sum(smaps(pid, "Pss_Shmem") for pid in roles.values())
+    assert allocated == pytest.approx(predicted, rel=0.02)
+    assert allocated == pytest.approx(float(said[1]), rel=0.05)
+
+    workers = [pid for name, pid in roles.items() if name != "appo learner"]
+    before = {pid: written(pid) for pid in workers}
+    time.sleep(2)
+    for pid in workers:
+        sizes, calls = np.subtract(written(pid), before[pid])
+        assert sizes == calls > 0  # every message is one byte long
+
+    os.killpg(run.process.pid, signal.SIGINT)
+    assert run.ends() == 0
+    assert run.err == ""
+    assert run.out.count("stopping after this iteration") == 1
+    step = checkpoint("appo_async", tmp_path / "run")["global_step"]
+    assert step > 32
+    again = run_script(*printed_command(run.out), "--stop-at", step + 1, cwd=tmp_path)
+    assert again.returncode == 0, again.stderr
+    assert f"going on after step {step:,};" in again.stdout
+    assert checkpoint("appo_async", tmp_path / "run")["global_step"] == step + 32
+
+
+def test_sigterm_to_every_process(start, tmp_path):
+    """As a service manager sends it. Workers leave the end to the learner."""
+    run = start(*ENDLESS, "--checkpoint-every", 1000)
+    run.working()
+    for pid in session(run.process):
+        os.kill(pid, signal.SIGTERM)
+    assert run.ends() == 0
+    assert run.err == ""
+    assert checkpoint("appo_async", tmp_path / "run")["global_step"] > 32
+
+
+def test_second_ctrl_c_ends_at_once(start, tmp_path):
+    """Within an iteration that would take minutes."""
+    run = start(*ENDLESS, "--minibatch-size", 8192, "--num-steps", 128)
+    wait_for(lambda: "of shared memory" in run.out, "start")
+    wait_for(lambda: "appo rollout 0" in run.roles(), "rollout worker")
+    time.sleep(1)
+    os.killpg(run.process.pid, signal.SIGINT)
+    time.sleep(1)
+    assert run.process.poll() is None  # the first only asks
+    os.killpg(run.process.pid, signal.SIGINT)
+    assert run.ends(10) == -signal.SIGINT
+    assert "Traceback" not in run.err
+    assert not saved(tmp_path / "run")
+
+
+# === Faults
+
+
+def kill(role: str):
+    return lambda run: os.kill(run.roles()[role], signal.SIGKILL)
+
+
+def burn(run: Run):
+    (run.folder / "fuse").touch()
+
+
+FAULTS = {
+    "policy-killed": (kill("appo policy 0"), SCRIPT, ENDLESS, "policy worker 0 ended with exit"),
+    "learner-killed": (kill("appo learner"), SCRIPT, ENDLESS, ""),
+    "rollout-fails": (burn, SCRIPT, ENDLESS, "RuntimeError: the fuse of a rollout worker"),
+    "policy-fails": (burn, DRIVER, [*LEDGER, *SMALL], "RuntimeError: the fuse of a policy worker"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_fault_ends_all_processes(fault, start, tmp_path, monkeypatch):
+    happen, script, argv, words = FAULTS[fault]
+    run = start(*argv, "--checkpoint-every", 0, script=script)
+    run.working()
+    happen(run)
+    run.says(words, seconds=2)
+    code = run.ends(10)
+    assert code == (-signal.SIGKILL if fault == "learner-killed" else 1)
+    assert words in run.err.partition("; what was saved")[0]  # the first cause comes first
+    if script == SCRIPT:
+        goes_on(tmp_path, monkeypatch)
+
+
+class Ledger:
+    """What appo_driver.py writes: how far each environment came, and what was learned from it."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+
+    def stepped(self) -> dict[int, tuple[int, int]]:
+        """The process and the steps of each environment, living or dead."""
+        pages = {}
+        for path in self.folder.glob("ledger/*"):
+            if len(content := path.read_bytes()) == PAGE.itemsize:
+                (page,) = np.frombuffer(content, PAGE)
+                pages[int(path.name)] = int(page["pid"]), int(page["time"])
+        return pages
+
+    def learned(self) -> dict[int, list[int]]:
+        """When the trajectories began that were learned from, in that order."""
+        path, times = self.folder / "learned", {}
+        content = path.read_bytes() if path.exists() else b""
+        for number, begin in np.frombuffer(content[: len(content) // 16 * 16], LEARNED).tolist():
+            times.setdefault(number, []).append(begin)
+        return times
+
+    def works(self, pid: int, trajectories: int, num_envs: int) -> bool:
+        """Has so much been learned from every environment of this process?"""
+        learned = self.learned()
+        mine = [number for number, (owner, _) in self.stepped().items() if owner == pid]
+        enough = [len(learned.get(number, ())) >= trajectories for number in mine]
+        return len(mine) == num_envs and all(enough)
+
+    def check(self, num_steps: int, living: set[int]) -> None:
+        """Nothing that was finished is missing, or learned from twice, or out of order."""
+        learned, stepped = self.learned(), self.stepped()
+        assert learned.keys() <= stepped.keys()
+        for number, (pid, steps) in stepped.items():
+            times = learned.get(number, [])
+            assert times == list(range(0, num_steps * len(times), num_steps))
+            if pid in living:
+                continue
+            finished, begun = divmod(steps, num_steps)
+            # a kill between a trajectory's last step and the next line leaves it unfinished
+            assert len(times) in {finished, finished - (begun == 0)}, (steps, len(times))
+
+
+def kill_workers(run: Run, kills: int, num_envs: int, watch=lambda: None) -> Ledger:
+    """Kill rollout workers in turn, at random moments; see that all goes on; then Ctrl-C."""
+    chance, ledger, killed = random.Random(kills), Ledger(run.folder), set()
+    run.working()
+
+    def successor(role):
+        assert run.process.poll() is None, run.err
+        pid = run.roles().get(role)
+        return pid not in killed and pid
+
+    for count in range(kills):
+        role = f"appo rollout {count % 2}"
+        pid = wait_for(lambda role=role: successor(role), role)
+        if count % 4:  # every other one of worker 0 may die before it has begun
+            wait_for(lambda pid=pid: ledger.works(pid, 1, num_envs), "trajectory", 2 * PATIENCE)
+        time.sleep(chance.uniform(0, 0.5))
+        os.kill(pid, signal.SIGKILL)
+        killed.add(pid)
+        watch()
+    for role in ("appo rollout 0", "appo rollout 1"):
+        pid = wait_for(lambda role=role: successor(role), role)
+        # more than it has slots: none is lost
+        wait_for(lambda pid=pid: ledger.works(pid, 12, num_envs), "trajectories", 2 * PATIENCE)
+    watch()
+    living = set(run.roles().values())
+    os.killpg(run.process.pid, signal.SIGINT)
+    assert run.ends() == 0, run.err
+    assert run.err == ""
+    assert run.out.count("was killed by signal 9: another takes its place") == kills
+    ledger.check(8, living)
+    assert len(ledger.stepped()) >= num_envs * (2 + kills // 2)
+    return ledger
+
+
+STORM = [*LEDGER, "--num-workers", 2, "--envs-per-worker", 4, "--minibatch-size", 64]
+STORM += ["--rnn", "gru", "--checkpoint-every", 1000]
+
+
+@pytest.mark.parametrize("kills", [8, pytest.param(20, marks=pytest.mark.slow)])
+def test_killed_rollout_workers_are_replaced(kills, start):
+    kill_workers(start(*STORM, script=DRIVER), kills, num_envs=4)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(6000)
+def test_soak(start):
+    """200 kills and SOAK_MINUTES (5), while the memory of learner and policy worker stays flat."""
+    run, memory = start(*STORM, script=DRIVER), []
+    begin, minutes = time.monotonic(), float(os.environ.get("SOAK_MINUTES", "5"))
+
+    def watch():
+        roles = run.roles()
+        pids = roles["appo learner"], roles["appo policy 0"]
+        memory.append([smaps(pid, "Pss_Anon") for pid in pids])
+
+    run.working()
+    while time.monotonic() - begin < 60 * minutes:
+        time.sleep(5)
+        watch()
+    kill_workers(run, int(os.environ.get("SOAK_KILLS", "200")), num_envs=4, watch=watch)
+    half = np.array(memory[len(memory) // 2 :])
+    assert (half.max(0) - half.min(0) < 0.05 * half.mean(0)).all(), memory
+
+
+def engines(run: Run) -> dict[int, str]:
+    """The ViZDoom programs of a run, and the names by which they share memory."""
+    found = {}
+    for pid in session(run.process):
+        with contextlib.suppress(OSError, ValueError):
+            words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+            found[pid] = words[words.index(b"+viz_instance_id") + 1].decode()
+    return found
+
+
+def test_vizdoom_leaves_nothing(start, tmp_path):
+    """A worker is killed: its engines go. Ctrl-C: the others, too."""
+    tiny = ["--num-workers", 1, "--envs-per-worker", 2, "--num-steps", 8, "--minibatch-size", 16]
+    doom = ["--env-id", "VizdoomBasic-v1", "--device", "cpu", "--eval-episodes", 0]
+    run = start(*doom, *tiny, "--checkpoint-every", 0)
+    roles, first = run.working(), engines(run)
+    assert len(first) == 2
+
+    def files(names):
+        return [x for x in os.listdir("/dev/shm") if x.startswith("ViZDoom") and x[-10:] in names]
+
+    names = {name[-10:] for name in first.values()}
+    assert files(names)
+    os.kill(roles["appo rollout 0"], signal.SIGKILL)
+    wait_for(lambda: not first.keys() & engines(run).keys(), "end of engines", patience(10))
+    assert not files(names)
+    second = wait_for(lambda: len(found := engines(run)) == 2 and found, "new engines")
+    run.working(checkpoint("appo_async", tmp_path / "run")["global_step"] + 64)
+    os.killpg(run.process.pid, signal.SIGINT)
+    assert run.ends() == 0
+    assert run.err == ""
+    assert not files({name[-10:] for name in second.values()})
+
+
+# === Too little shared memory
+
+
+def in_small_memory(size: str, *argv: object) -> list:
+    """The command with a /dev/shm of its own."""
+    mount = f'mount -t tmpfs -o size={size} none /dev/shm && exec "$@"'
+    for flags in ("-m", "-rm"):
+        command = ["unshare", flags, "sh", "-c", mount, "sh"]
+        with contextlib.suppress(OSError):
+            if not subprocess.run([*command, "true"], capture_output=True, check=False).returncode:
+                return command
+    pytest.skip("a mount namespace is not permitted here")
+
+
+def test_too_little_shared_memory(start, tmp_path):
+    """Docker gives 64 MB."""
+    sizes = ["--envs-per-worker", 64, "--num-steps", 16]
+    run = start(*ENDLESS, *sizes, prefix=tuple(in_small_memory("64m")))
+    assert run.ends() == 2
+    (line,) = run.err.splitlines()
+    words = r"error: --envs-per-worker: (\d+) MB of shared memory are needed, 67 MB are free: "
+    needed = re.match(words + r"use fewer, or docker run --shm-size=\d+m$", line)
+    assert int(needed[1]) > 67
+    assert list(tmp_path.glob("*")) == [tmp_path / "err", tmp_path / "out"] or not saved(tmp_path)
+
+
+def test_just_enough_shared_memory(start):
+    """A prediction that is too small would end as a bus error."""
+    script = load_script("appo_async")
+    argv = [*ENDLESS, "--stop-at", 64]
+    needed = script.shared_megabytes(script.parse([*map(str, argv)]))
+    run = start(*argv, prefix=tuple(in_small_memory(f"{int(needed * 1e3 / 1.024) + 8}k")))
+    assert run.ends() == 0, run.err
+
+
+def test_memory_is_linear():
+    script = load_script("appo_async")
+    env = {"env_id": "faulty_envs:FuseAtari-v0", "num_workers": 2, "num_steps": 8}
+    sizes = [
+        script.shared_megabytes(script.Args(**env, envs_per_worker=n, minibatch_size=64))
+        for n in (8, 16, 32, 64)
+    ]
+    steps = np.diff(sizes) / (8, 16, 32)
+    assert np.allclose(steps, steps[0])
+
+
+# === Shapes of the sampler
+
+SPLITS = ["--num-workers", 2, "--num-splits", 3, "--envs-per-worker", 6, "--minibatch-size", 64]
+SHAPES = {
+    "three-splits": [*SPLITS, "--num-policy-workers", 2, "--rnn", "gru"],
+    # a slot has 8 trajectories, a batch has 3: most slots are part of four batches
+    "one-split": [*SMALL, "--num-splits", 1, "--envs-per-worker", 8, "--minibatch-size", 24],
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_shapes_and_messages(shape, start, tmp_path):
+    """Every sample is whole and learned from once; nothing is pickled once the processes run."""
+    stop = 1536
+    run = start(*LEDGER, *SHAPES[shape], "--stop-at", stop, script=DRIVER)
+    assert run.ends() == 0, run.err
+    learned = Ledger(tmp_path).learned()
+    assert sum(map(len, learned.values())) == stop / 8
+    for times in learned.values():
+        assert times == list(range(0, 8 * len(times), 8))
+    most, least = max(map(len, learned.values())), min(map(len, learned.values()))
+    assert most <= least + 12 or shape == "three-splits"
+    assert not (tmp_path / "sent").exists(), (tmp_path / "sent").read_text()
+
+
+# === In one process
+
+
+def serial(script, folder: Path, **more) -> dict:
+    sizes = {"num_workers": 2, "envs_per_worker": 4, "num_steps": 8, "minibatch_size": 32}
+    sizes |= {"total_timesteps": 160, "eval_episodes": 0, "device": "cpu", "serial": True}
+    args = script.Args(env_id="toy_envs:ToyAtari-v0", run_dir=str(folder), **sizes | more)
+    script.train(args)
+    return checkpoint("appo_async", folder)
+
+
+@pytest.mark.parametrize("more", [{}, {"rnn": "gru", "num_policy_workers": 2, "num_splits": 1}])
+def test_serial_is_repeatable(more, tmp_path):
+    first, second, other = (
+        serial(load_script("appo_async"), tmp_path / name, seed=seed, **more)
+        for name, seed in (("first", 1), ("second", 1), ("other", 2))
+    )
+    assert first["agent"].keys() == second["agent"].keys()
+    for name, tensor in first["agent"].items():
+        assert torch.equal(tensor, second["agent"][name])
+    for key, state in first["optimizer"]["state"].items():
+        for name, tensor in state.items():
+            assert torch.equal(tensor, second["optimizer"]["state"][key][name])
+    assert torch.equal(first["rng"][0], second["rng"][0])
+    assert first["returns"] == second["returns"]
+    assert not torch.equal(first["agent"]["actor.weight"], other["agent"]["actor.weight"])
+
+
+def test_growing_lag_is_an_error(tmp_path):
+    """A policy worker that never takes new weights."""
+    source, line = source_of("appo_async"), "while version != x.version[0]:"
+    assert source.count(line) == 1
+    script = load_script("appo_async", source.replace(line, "while version < 0:"))
+    with pytest.raises(TimeoutError, match="policy workers do not get new weights"):
+        serial(script, tmp_path / "run", total_timesteps=3200)
+    assert checkpoint("appo_async", tmp_path / "run")["global_step"] < 640
+
+
+# === Bad input
+
+BAD = [
+    (["--num-splits", "3"], "num-splits", "3 does not divide 8"),
+    (["--num-steps", "48"], "minibatch-size", "256 samples are no whole trajectories of 48"),
+    (
+        ["--rnn", "gru", "--minibatch-size", "48", "--num-minibatches", "2"],
+        "minibatch-size",
+        "48 samples are no whole trajectories of 32",
+    ),
+    (["--num-workers", "2", "--num-policy-workers", "3"], "num-policy-workers", "only 2 rollout"),
+    (["--num-workers", "0"], "num-workers", "0 is not between 1 and"),
+    (["--minibatch-size", "1"], "minibatch-size", "no whole trajectories"),
+    (["--rho-bar", "-1"], "rho-bar", "not between 0"),
+    (["--max-policy-lag", "-1"], "max-policy-lag", "not between 0"),
+    (["--reward-scale", "-1"], "reward-scale", "not between 0"),
+    (["--env-id", "CartPole-v1"], "env-id", "observations are not RGB images"),
+    (["--env-id", "toy_envs:Panel-v0"], "env-id", "actions must be Discrete"),
+    (["--env-id", "ALE/Breakout-v5"], "env-id", "frames are skipped already"),
+    (["--env-id", "test_appo:Painting-v0"], "env-id", "neither an Atari game nor ViZDoom"),
+    (["--env-id", "VizdoomNothing-v1"], "env-id", "VizdoomNothing"),
+]
+
+
+class Painting(gym.Env):
+    observation_space = gym.spaces.Box(0, 255, (210, 160, 3), np.uint8)
+    action_space = gym.spaces.Discrete(2)
+
+
+gym.register("Painting-v0", Painting)
+
+
+@pytest.mark.parametrize(("argv", "flag", "piece"), BAD)
+def test_bad_input_is_one_line(argv, flag, piece, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as end:
+        load_script("appo_async").parse(argv)
+    assert end.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: --{flag}: ") and piece in line
+    assert not list(tmp_path.iterdir())
