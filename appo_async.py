@@ -552,10 +552,14 @@ def play(args: Args, shared: Shared, split: int):
             x.episodes[slot] = 0
             for step in range(args.num_steps):
                 x.positions[split] = slot, step
+                newest = int(x.version[0])
                 x.asked[split] += 1
                 shared.ring(policy)
                 while x.answered[split] != x.asked[split]:
                     yield
+                # [appo 4] A lag that would grow without end; one that a slow worker has is no fault
+                if (behind := newest - x.versions[slot, step, 0]) > 0:
+                    raise TimeoutError(f"policy workers do not get new weights: {behind} behind")
                 next_obs, reward, terminated, truncated, infos = envs.step(x.actions[slot, step])
                 next_done = terminated | truncated
                 x.rewards[slot, step] = reward
@@ -789,11 +793,6 @@ def train(args: Args) -> dict:
             writer.add_scalar("charts/episodic_length", episodic_length, global_step)
         # [appo 4] Policy lag, in updates: the policy that chose has been replaced so many times
         lag = version - versions[:-1]
-        if (
-            lag.min()
-            > 1 + args.total_splits * args.envs_per_split * args.slots_per_split / num_columns
-        ):
-            raise TimeoutError(f"policy workers do not get new weights: they lag by {lag.min()}")
         if lag.min() > args.max_policy_lag:
             raise TimeoutError(f"no sample is left: all lag by more than {args.max_policy_lag}")
 
