@@ -618,6 +618,7 @@ def run_part(args: Args, shared: Shared, member: int, role: str, index: int, par
     """A process of its own for a rollout or policy worker."""
     setproctitle(f"appo {role} {index}")
     os.setpgrp()  # with the programs that it starts: ViZDoom is one for each environment
+    threading.Thread(target=end_orphan, args=(parent,), daemon=True).start()
     torch.set_num_threads(TORCH_THREADS)
     torch.manual_seed(args.seed + 10**6 * (1 + member) + int(shared.version[0]))
     part = {"rollout": rollout_worker, "policy": policy_worker}[role](args, shared, index)
@@ -629,6 +630,14 @@ def run_part(args: Args, shared: Shared, member: int, role: str, index: int, par
             break
     signal.alarm(5)  # an environment that does not close
     part.close()
+
+
+def end_orphan(parent: int) -> None:
+    """End this process, if it has not ended by itself 5 seconds after its parent has."""
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    time.sleep(5.0)
+    end_group(os.getpgrp())
 
 
 def end_group(group: int) -> None:
@@ -712,8 +721,9 @@ class Team:
             part.close()
         for member in range(len(self.processes)):
             self.shared.ring(member)
+        deadline = time.monotonic() + 3
         for process in self.processes:
-            process.join(3)
+            process.join(max(0.0, deadline - time.monotonic()))
             if process.exitcode != 0:
                 end_group(process.pid)
                 process.kill()
