@@ -83,6 +83,7 @@ class SmallAgent(appo_async.Agent):
         if action is not None:
             SmallAgent.batch = x.numpy(), done.numpy(), action.numpy()
         elif Path("fuse").exists():
+            Path("burnt").touch()
             raise RuntimeError("the fuse of a policy worker")
         elif FILL:
             numbers = torch.cat([x.flatten() for x in self.parameters()])

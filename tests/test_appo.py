@@ -223,6 +223,7 @@ def kill(role: str):
 
 def burn(run: Run):
     (run.folder / "fuse").touch()
+    wait_for((run.folder / "burnt").exists, "fault")
 
 
 FAULTS = {
