@@ -555,10 +555,14 @@ def play(args: Args, shared: Shared, split: int):
             x.episodes[slot] = 0
             for step in range(args.num_steps):
                 x.positions[split] = slot, step
+                newest = int(x.version[0])
                 x.asked[split] += 1
                 shared.ring(policy)
                 while x.answered[split] != x.asked[split]:
                     yield
+                # [appo 4] A lag that would grow without end; one that a slow worker has is no fault
+                if (behind := newest - x.versions[slot, step, 0]) > 0:
+                    raise TimeoutError(f"policy workers do not get new weights: {behind} behind")
                 next_obs, reward, terminated, truncated, infos = envs.step(x.actions[slot, step])
                 next_done = terminated | truncated
                 x.rewards[slot, step] = reward
@@ -617,6 +621,7 @@ def run_part(args: Args, shared: Shared, member: int, role: str, index: int, par
     """A process of its own for a rollout or policy worker."""
     setproctitle(f"appo {role} {index}")
     os.setpgrp()  # with the programs that it starts: ViZDoom is one for each environment
+    threading.Thread(target=end_orphan, args=(parent,), daemon=True).start()
     torch.set_num_threads(TORCH_THREADS)
     torch.manual_seed(args.seed + 10**6 * (1 + member) + int(shared.version[0]))
     part = {"rollout": rollout_worker, "policy": policy_worker}[role](args, shared, index)
@@ -628,6 +633,14 @@ def run_part(args: Args, shared: Shared, member: int, role: str, index: int, par
             break
     signal.alarm(5)  # an environment that does not close
     part.close()
+
+
+def end_orphan(parent: int) -> None:
+    """End this process, if it has not ended by itself 5 seconds after its parent has."""
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    time.sleep(5.0)
+    end_group(os.getpgrp())
 
 
 def end_group(group: int) -> None:
@@ -711,8 +724,9 @@ class Team:
             part.close()
         for member in range(len(self.processes)):
             self.shared.ring(member)
+        deadline = time.monotonic() + 3
         for process in self.processes:
-            process.join(3)
+            process.join(max(0.0, deadline - time.monotonic()))
             if process.exitcode != 0:
                 end_group(process.pid)
                 process.kill()
@@ -792,9 +806,6 @@ def train(args: Args) -> dict:
             writer.add_scalar("charts/episodic_length", episodic_length, global_step)
         # [appo 4] Policy lag, in updates: the policy that chose has been replaced so many times
         lag = version - versions[:-1]
-        # twice what the slots hold: a lag that only grows
-        if lag.min() > 2 * (1 + shared.dones[:, 0].numel() / num_columns):
-            raise TimeoutError(f"policy workers do not get new weights: they lag by {lag.min()}")
         if lag.min() > args.max_policy_lag:
             raise TimeoutError(f"no sample is left: all lag by more than {args.max_policy_lag}")
 

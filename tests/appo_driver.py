@@ -6,8 +6,10 @@ The environment VizdoomLedger-v0 (no ViZDoom: so called, its rewards and pixels 
 shows who it is and how often it was stepped, and writes that to ledger/ID in shared pages, which
 outlive a kill. The learner compares what it gets with that, and appends to the file `learned`.
 With a learning rate of 0 every ratio is 1, which says that observations, states, actions and
-log-probabilities belong together. Processes write what they pickle, and what they write, to `sent`.
-The network is small: races, not numbers, are wanted. A file `fuse` makes the policy workers fail.
+log-probabilities belong together. With FILL=1 in the environment, all weights of a version are one
+number instead, policy workers read them slowly, and none may see two numbers. Processes write what
+they pickle, and what they write, to `sent`. The network is small: races, not numbers, are wanted.
+A file `fuse` makes the policy workers fail.
 """
 
 import functools
@@ -17,17 +19,20 @@ import os
 import pickle
 import signal
 import sys
+import time
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 
 import gymnasium as gym
 import numpy as np
+import torch
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import appo_async
 
 MARK = np.dtype([("id", "<u8"), ("time", "<u4"), ("action", "u1"), ("first", "u1")])
+FILL = "FILL" in os.environ
 PAGE = np.dtype([("pid", "<u8"), ("time", "<u8")])  # of a file in ledger/
 LEARNED = np.dtype([("id", "<u8"), ("time", "<u8")])  # a trajectory: whose, and when it began
 
@@ -78,11 +83,31 @@ class SmallAgent(appo_async.Agent):
         if action is not None:
             SmallAgent.batch = x.numpy(), done.numpy(), action.numpy()
         elif Path("fuse").exists():
+            Path("burnt").touch()
             raise RuntimeError("the fuse of a policy worker")
+        elif FILL:
+            numbers = torch.cat([x.flatten() for x in self.parameters()])
+            assert (numbers == numbers[0]).all(), "half-written weights"
         return super().get_action_and_value(x, hidden, done, action)
+
+    def load_state_dict(self, state):
+        for name, tensor in self.state_dict().items():
+            time.sleep(0.003 * FILL)
+            tensor.copy_(state[name])
 
 
 appo_async.Agent = SmallAgent
+publish = appo_async.Shared.publish
+
+
+def publish_one_number(self, agent, version):
+    for tensor in agent.parameters():
+        tensor.data.fill_(1e-3 / (1 + version))
+    publish(self, agent, version)
+
+
+if FILL:
+    appo_async.Shared.publish = publish_one_number
 compute_vtrace = appo_async.compute_vtrace
 
 
@@ -99,7 +124,7 @@ def audit(ratios, rewards, *rest):
     played = marks["action"][1:] == actions[:-1]  # a reset shows the last action as well
     assert played.all()
     assert (dones == (marks["first"] & (marks["time"] > 0))).all()
-    assert (ratios - 1).abs().max() < 1e-3, ratios
+    assert FILL or (ratios - 1).abs().max() < 1e-3, ratios
     rows = np.zeros(columns, LEARNED)
     rows["id"], rows["time"] = marks["id"][0], marks["time"][0]
     with open("learned", "ab") as file:

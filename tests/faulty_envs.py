@@ -1,5 +1,6 @@
 """Environments that go wrong after some steps, for `--env-id faulty_envs:NAME`."""
 
+import time
 from pathlib import Path
 
 import gymnasium as gym
@@ -66,10 +67,13 @@ for env_id, kwargs in BAD.items():
 
 
 class FuseAtari(ToyAtari):
-    """A game that fails once there is a file `fuse`."""
+    """A game that fails once there is a file `fuse`, and hangs once there is a file `hang`."""
 
     def step(self, action):
+        if Path("hang").exists():
+            time.sleep(1000)
         if Path("fuse").exists():
+            Path("burnt").touch()  # a worker without a free slot comes here late
             raise RuntimeError("the fuse of a rollout worker")
         return super().step(action)
 

@@ -223,6 +223,7 @@ def kill(role: str):
 
 def burn(run: Run):
     (run.folder / "fuse").touch()
+    wait_for((run.folder / "burnt").exists, "fault")
 
 
 FAULTS = {
@@ -245,6 +246,19 @@ def test_fault_ends_all_processes(fault, start, tmp_path, monkeypatch):
     assert words in run.err.partition("; what was saved")[0]  # the first cause comes first
     if script == SCRIPT:
         goes_on(tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    "role", ["appo learner", pytest.param("appo policy 0", marks=pytest.mark.slow)]
+)
+def test_environment_that_hangs_ends_too(role, start):
+    """It hears no bell, and never looks for its parent."""
+    run = start(*ENDLESS, "--num-workers", 4, "--checkpoint-every", 0)
+    run.working()
+    (run.folder / "hang").touch()
+    time.sleep(1)
+    kill(role)(run)
+    assert run.ends(10) != 0
 
 
 class Ledger:
@@ -365,8 +379,9 @@ def engines(run: Run) -> dict[int, str]:
     return found
 
 
-def test_vizdoom_leaves_nothing(start, tmp_path):
-    """A worker is killed: its engines go. Ctrl-C: the others, too."""
+@pytest.mark.parametrize("end", ["ctrl-c", pytest.param("kill", marks=pytest.mark.slow)])
+def test_vizdoom_leaves_nothing(end, start, tmp_path):
+    """A worker is killed: its engines go. Ctrl-C, or a killed learner: the others, too."""
     tiny = ["--num-workers", 1, "--envs-per-worker", 2, "--num-steps", 8, "--minibatch-size", 16]
     doom = ["--env-id", "VizdoomBasic-v1", "--device", "cpu", "--eval-episodes", 0]
     run = start(*doom, *tiny, "--checkpoint-every", 0)
@@ -383,8 +398,9 @@ def test_vizdoom_leaves_nothing(start, tmp_path):
     assert not files(names)
     second = wait_for(lambda: len(found := engines(run)) == 2 and found, "new engines")
     run.working(checkpoint("appo_async", tmp_path / "run")["global_step"] + 64)
-    os.killpg(run.process.pid, signal.SIGINT)
-    assert run.ends() == 0
+    signum = signal.SIGINT if end == "ctrl-c" else signal.SIGKILL
+    os.killpg(run.process.pid, signum)
+    assert run.ends(10) == (0 if end == "ctrl-c" else -signum)
     assert run.err == ""
     assert not files({name[-10:] for name in second.values()})
 
@@ -458,6 +474,30 @@ def test_shapes_and_messages(shape, start, tmp_path):
     most, least = max(map(len, learned.values())), min(map(len, learned.values()))
     assert most <= least + 12 or shape == "three-splits"
     assert not (tmp_path / "sent").exists(), (tmp_path / "sent").read_text()
+
+
+def test_worker_that_stalls_is_no_error(start):
+    """Its samples are old when they come, but were chosen with the newest weights of their time."""
+    sizes = ["--num-workers", 2, "--num-steps", 1, "--minibatch-size", 2]
+    run = start(*LEDGER, *SMALL, *sizes, script=DRIVER)
+    worker = run.working()["appo rollout 0"]
+    for _ in range(8):
+        os.kill(worker, signal.SIGSTOP)
+        time.sleep(0.5)
+        os.kill(worker, signal.SIGCONT)
+        time.sleep(0.2)
+        assert run.process.poll() is None, run.err
+    os.killpg(run.process.pid, signal.SIGINT)
+    assert run.ends() == 0, run.err
+
+
+def test_half_written_weights_are_never_used(start, monkeypatch):
+    """Reading takes longer than an update; see FILL in appo_driver.py."""
+    monkeypatch.setenv("FILL", "1")
+    shape = ["--num-workers", 2, "--num-policy-workers", 2, "--envs-per-worker", 4]
+    run = start(*LEDGER, *shape, "--minibatch-size", 8, "--stop-at", 800, script=DRIVER)
+    assert run.ends() == 0, run.err
+    assert run.err == ""
 
 
 # === In one process
