@@ -560,7 +560,7 @@ def play(args: Args, shared: Shared, split: int):
                 shared.ring(policy)
                 while x.answered[split] != x.asked[split]:
                     yield
-                # [appo 4] A lag that would grow without end; one that a slow worker has is no fault
+                # what acts was the newest when it was asked: else lag would grow without end
                 if (behind := newest - x.versions[slot, step, 0]) > 0:
                     raise TimeoutError(f"policy workers do not get new weights: {behind} behind")
                 next_obs, reward, terminated, truncated, infos = envs.step(x.actions[slot, step])

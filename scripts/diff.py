@@ -141,9 +141,8 @@ def show_sizes() -> None:
         old, new = read(parent), read(child)
         size = diff_size(old, new, COMPARED.get(child))
         lines = f"{len(old.splitlines())} -> {len(new.splitlines())}"
+        lines += f"  ({', '.join(COMPARED[child])} alone)" if child in COMPARED else ""
         print(f"{f'{parent} -> {child}':<34} {size!s:<11} {size.places:>6}  {lines}")
-    for child, names in COMPARED.items():
-        print(f"of {child}, what counts is {', '.join(names)}")
 
 
 def carry(section: str, source: str, targets: list[str]) -> None:

@@ -461,6 +461,16 @@ def test_finished_run_resumed(script, capsys):
     assert script.parse(["--resume", "run", "--total-timesteps", "48"]).total_timesteps == 48
 
 
+def test_the_core_of_a_run_stays(capsys):
+    """Its weights fit no other network."""
+    script = load_script("appo_async")
+    tiny = TINY["appo_async"] | {"eval_episodes": 0, "run_dir": "run", "stop_at": 16}
+    script.train(script.Args(**tiny))
+    for flag in ("resume", "evaluate"):
+        line = refusal(script, [f"--{flag}", "run", "--rnn", "gru"], capsys)
+        assert line == f"error: --{flag}: run is a run with --rnn none"
+
+
 # === What tyro refuses, it reports in its own way
 
 

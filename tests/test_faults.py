@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, SCRIPTS, environment, load_script, run_forked
+from conftest import ROOT, SCRIPTS, environment, load_script, run_forked, sized
 from processes import Forked
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
@@ -443,12 +443,18 @@ def test_statistics_that_are_not_finite(num_envs, env_id, tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize(
-    ("name", "env_id"), [("ppo_lstm", "NanAtari-v0"), ("ppo_multidiscrete", "NanPanel-v0")]
+    ("name", "env_id"),
+    [
+        ("ppo_lstm", "NanAtari-v0"),
+        ("ppo_multidiscrete", "NanPanel-v0"),
+        ("appo_async", "NanAtari-v0"),
+    ],
 )
 def test_reward_that_is_not_a_number(name, env_id, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     script = load_script(name)
     sizes = {"num_envs": 2, "num_steps": 16, "num_minibatches": 2, "total_timesteps": 1600}
+    sizes = sized(name, sizes)
     with pytest.raises(FloatingPointError, match="not finite after step 32"):
         script.train(script.Args(env_id=f"faulty_envs:{env_id}", run_dir="run", **sizes))
     assert not saved(Path("run"))

@@ -1,4 +1,7 @@
-"""Real ViZDoom in ppo_multidiscrete.py: its buttons, its rewards, its videos and its processes."""
+"""Real ViZDoom in ppo_multidiscrete.py: its buttons, its rewards, its videos and its processes.
+
+And its environments in appo_async.py.
+"""
 
 import os
 import signal
@@ -136,3 +139,26 @@ def test_ctrl_c(mode, start, tmp_path):
     assert "--resume run" in stdout
     assert checkpoint(NAME, tmp_path / "run")["global_step"] > 0
     wait_for(lambda: not session(process), "end of all processes", timeout=10)
+
+
+@pytest.mark.parametrize(("env_id", "buttons"), BUTTONS.items())
+def test_asynchronous(env_id, buttons):
+    """One button at a time, or none; in color, four frames to an action; scores are not scaled."""
+    script = load_script("appo_async")
+    args = script.Args(env_id=env_id, reward_scale=0.01)
+    envs, obs = script.make_envs(args, 1, seed=1)
+    assert envs.single_action_space == gym.spaces.Discrete(1 + buttons)
+    assert obs.shape == (1, 3, 72, 128) and obs.dtype == np.uint8 and obs.std() > 10
+    game = envs.envs[0].unwrapped.game
+    assert (game.get_screen_width(), game.get_screen_height()) == (160, 120)
+    rng, times, total, ended = np.random.default_rng(0), [], 0.0, []
+    while not ended:
+        actions = rng.integers(1 + buttons, size=1)
+        obs, reward, *_, infos = envs.step(actions)
+        total += reward[0]
+        times.append(game.get_episode_time())
+        ended = list(script.finished_episodes(infos))
+    envs.close()
+    assert set(np.diff(times[:-1])) == {4}
+    ((_, score, length),) = ended
+    assert length == len(times) and total == pytest.approx(0.01 * score, abs=1e-3)
