@@ -7,9 +7,11 @@ import sys
 import types
 from pathlib import Path
 
+import gymnasium as gym
 import pytest
 import torch
 from processes import Forked
+from vizdoom import gymnasium_wrapper  # noqa: F401
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = ("ppo", "ppo_shared", "ppo_atari", "ppo_continuous", "ppo_lstm", "ppo_multidiscrete")
@@ -23,6 +25,8 @@ TINY = {
 TINY["appo_async"] = {"num_workers": 1, "envs_per_worker": 2, "num_splits": 1, "num_steps": 8}
 TINY["appo_async"] |= {"minibatch_size": 8, "num_minibatches": 2, "total_timesteps": 32}
 TINY["appo_async"] |= {"serial": True}
+
+DOOMS = {id: dict(gym.registry[id].kwargs) for id in gym.registry if id.startswith("Vizdoom")}
 
 
 def sized(name: str, sizes: dict) -> dict:
@@ -50,6 +54,8 @@ def code_of(name: str) -> types.CodeType:
 
 def load_script(name: str, source: str | None = None) -> types.ModuleType:
     """Execute a script as a module, or a changed source in its place; __main__ does not run."""
+    for env_id, kwargs in DOOMS.items():  # scripts change them, each in its own way
+        gym.registry[env_id].kwargs = dict(kwargs)
     module = types.ModuleType(name)
     module.__file__ = str(ROOT / f"{name}.py")
     sys.modules[name] = module  # dataclasses look their module up there

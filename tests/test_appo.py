@@ -555,7 +555,7 @@ BAD = [
     (["--max-policy-lag", "-1"], "max-policy-lag", "not between 0"),
     (["--reward-scale", "-1"], "reward-scale", "not between 0"),
     (["--env-id", "CartPole-v1"], "env-id", "observations are not RGB images"),
-    (["--env-id", "toy_envs:Panel-v0"], "env-id", "actions must be Discrete"),
+    (["--env-id", "toy_envs:Panel-v0"], "env-id", "use ppo_multidiscrete.py"),
     (["--env-id", "ALE/Breakout-v5"], "env-id", "frames are skipped already"),
     (["--env-id", "test_appo:Painting-v0"], "env-id", "neither an Atari game nor ViZDoom"),
     (["--env-id", "VizdoomNothing-v1"], "env-id", "VizdoomNothing"),

@@ -2,14 +2,19 @@
 
 A test that no wrong implementation can fail proves nothing. The mutated source is run in this
 process as a module, in the place of the script that the test is given.
+
+What a script has byte for byte from its parent, which test_family.py holds, is mutated in the
+parent; `-m slow` does it in every script.
 """
 
+import functools
 import importlib
 import inspect
 
 import pytest
 from conftest import ROOT, load_script, source_of
 from test_details import DETAILS
+from test_family import diff
 
 # where an assertion of a test is raised: there, in assert_close of PyTorch, in pytest.fail
 MODULES = [
@@ -19,8 +24,29 @@ ASSERTING = (
     *(f"{module.__name__}.py" for module in MODULES),
     *("detail_probes.py", "_comparison.py", "outcomes.py"),
 )
+
+
+@functools.cache
+def sections_of(name: str) -> dict[str, str]:
+    return diff.sections(source_of(name))
+
+
+def inherited(detail: dict, mutation: dict, name: str) -> bool:
+    """Whether the script's parent has the same text, and gets the same mutation and test."""
+    parent, tests = diff.FAMILY.get(name), detail.get("tests", {})
+    return (
+        parent in mutation.get("files", detail["files"])
+        and tests.get(parent) == tests.get(name)
+        and any(mutation["old"] in sections_of(name)[section] for section in diff.EQUAL[name])
+    )
+
+
 MUTANTS = [
-    pytest.param(detail, mutation, name, id=f"{detail['id']}-{number}-{name}")
+    pytest.param(
+        *(detail, mutation, name),
+        id=f"{detail['id']}-{number}-{name}",
+        marks=[pytest.mark.slow] if inherited(detail, mutation, name) else [],
+    )
     for detail in DETAILS.values()
     for number, mutation in enumerate(detail["mutations"], 1)
     for name in mutation.get("files", detail["files"])

@@ -84,7 +84,8 @@ def test_an_agents_command_trains(path, tmp_path):
     cell = reproduce.cells(sweep | {"parameters": dict(sweep["parameters"])})[0]
     words = reproduce.agent_command(sweep | {"program": str(ROOT / sweep["program"])}, cell)
     cut = SMALLEST[name] | {"eval_episodes": 0, "run_dir": "run"}
-    words += [f"--{key.replace('_', '-')}={value}" for key, value in cut.items()]
+    for key, value in cut.items():
+        words.append(f"--{key.replace('_', '-')}" + ("" if value is True else f"={value}"))
     # one of them as it is, with W&B's own process, which takes seconds to start and to end
     offline = path.stem == "classic_control"
     if offline:
