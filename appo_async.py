@@ -438,7 +438,7 @@ def compute_vtrace(
     (num_envs,). Values are those of the network that learns.
     Careful: dones[t] = 1 means that obs[t] is the first of a new episode, not that the action of
     step t ended one. What follows step t is therefore cut off by dones[t + 1].
-    Espeholt et al. 2018, remark 2 and equation 1, with the lambda of remark 2.
+    Espeholt et al. 2018, equation 1, with the lambda of remark 2.
     """
     # [core 5] Generalized Advantage Estimation is what this comes to if all ratios are 1
     # [appo 5] V-trace: a step that the policy would take less often now counts less (rho), and so
@@ -1136,7 +1136,7 @@ def log(args: Args, run: dict, writer: SummaryWriter, metrics: dict, last: bool)
         roles = ("rollout", "policy", "learner")
         waiting = "/".join(f"{metrics[f'charts/waiting_{role}']:.0%}" for role in roles)
         line = f"{step:,} of {goal:,} steps | return {mean:.1f} | {4 * sps:,.0f} frames/s"
-        line += f" | lag {lag} | waiting {waiting} | {left} left"
+        line += f" | {left} left | lag {lag} | waiting {waiting} (rollout/policy/learner)"
         start, end = ("\r\033[K", "\n" if last else "") if live else ("", "\n")
         width = shutil.get_terminal_size().columns - 1 if live else None
         print(start + line[:width], end=end, flush=True)

@@ -142,7 +142,7 @@ def speed_table() -> str:
                 what.replace(", 1 environments", ", 1 environment"),
                 f"{int(row['ours']):,}",
                 f"{PEERS.get(row['peer'], row['peer'])} {int(row['theirs']):,}",
-                row["ratio"],
+                row["ratio"].split(" (")[0] if row["rounds"] == "1" else row["ratio"],
                 f"{float(row['share']):.0%}",
                 f"{int(row['memory_mb']):,} MB" if row["memory_mb"] else "",
                 f"{row['startup_s']} s" if row["startup_s"] else "",
