@@ -7,13 +7,15 @@ Two spawned processes pass a small message to and fro, by
     queue     multiprocessing.SimpleQueue, the same tuple; it has a lock
     fifo      faster-fifo, what Sample Factory does, the same tuple; left out where not installed
 
-and each way's median and range over several runs are printed, in microseconds per round trip. The
-Bell is a copy of appo_async.py's, since faster-fifo has an older Python and PyTorch beside it:
+and each way's median and range over several runs are printed, in microseconds per round trip, and
+written to results/signalling.csv if all four could be measured. The Bell is a copy of
+appo_async.py's, since faster-fifo has an older Python and PyTorch beside it:
 
     uv run --no-project --python 3.11 --with faster-fifo==1.5.2 benchmarks/signalling.py
 """
 
 import argparse
+import csv
 import mmap
 import multiprocessing
 import os
@@ -22,6 +24,7 @@ import statistics
 import struct
 import tempfile
 import time
+from pathlib import Path
 
 try:
     from faster_fifo import Queue as FastQueue
@@ -144,9 +147,15 @@ def main() -> None:
         for _ in range(args.runs):  # in turn, so that what else runs is the same for all
             for way, make in ways.items():
                 times[way].append(measure(make(), make(), args.trips))
+    rows = [["way", "us_per_round_trip", "low", "high", "trips", "runs"]]
     for way, values in times.items():
         low, middle, high = min(values), statistics.median(values), max(values)
         print(f"{way:6} {middle:7.1f} us per round trip ({low:.1f} to {high:.1f})")
+        rows.append([way, *(round(us, 1) for us in (middle, low, high)), args.trips, args.runs])
+    if FastQueue:
+        path = Path(__file__).resolve().parent.parent / "results" / "signalling.csv"
+        with open(path, "w", newline="") as file:
+            csv.writer(file, lineterminator="\n").writerows(rows)
 
 
 if __name__ == "__main__":
