@@ -56,6 +56,9 @@ def breakout() -> None:
         label = "CleanRL ppo_atari.py, 3 seeds" if seed == "1" else None
         rows = [row for row in peers if row["seed"] == seed]
         axes.plot(*points(rows, window, last_step), color="0.65", linewidth=1, label=label)
+    rows = read_csv(RESULTS / "peers" / "sb3_ppo_atari_breakout.csv")
+    line = points(rows, window, last_step)
+    axes.plot(*line, "--", color="0.3", linewidth=1, label="Stable-Baselines3, 1 seed")
     for run, line in curves("ppo_atari", "BreakoutNoFrameskip-v4", window, last_step):
         label = f"ppo_atari.py, seed {run['seed']}" + (", bf16" if "bf16" in run["run"] else "")
         axes.plot(*line, linewidth=2, label=label)

@@ -4,12 +4,15 @@ python scripts/readme.py            # rewrite them
 python scripts/readme.py --check    # exit code 1 if it is out of date
 """
 
+import re
 import statistics
 import sys
 import tomllib
 
+import numpy as np
 from diff import COMPARED, FAMILY, diff_size
 from record import ROOT, code_hash, read_csv
+from scipy import stats
 
 SETTINGS = {
     "ppo": ("classic control, two networks", "CartPole-v1"),
@@ -198,6 +201,54 @@ def results_table() -> str:
     return table(head, rows)
 
 
+def interval(scores: list[np.ndarray], statistic) -> str:
+    """A statistic of all scores, and its 95 % interval by a stratified bootstrap.
+
+    scores holds an array of one score a seed for each environment; seeds are drawn with replacement
+    within each. Agarwal et al. 2021, "Deep reinforcement learning at the edge of the statistical
+    precipice", arXiv 2108.13264.
+    """
+    rng = np.random.default_rng(0)
+    draws = [x[rng.integers(0, len(x), (5000, len(x)))] for x in scores]
+    low, high = np.percentile(statistic(np.concatenate(draws, 1)), [2.5, 97.5])
+    return f"{statistic(np.concatenate(scores)[None])[0]:.2f} ({low:.2f} to {high:.2f})"
+
+
+def interquartile_mean(scores: np.ndarray) -> np.ndarray:
+    """The mean of the middle half of each row."""
+    return stats.trim_mean(scores, 0.25, axis=1)
+
+
+def aggregate_table() -> str:
+    """All environments of a file in one number: 0 is random actions, 1 what CleanRL publishes."""
+    at_random = {
+        (row["env_id"], row["script"]): float(row["mean"])
+        for row in read_csv(ROOT / "results" / "random.csv")
+    }
+    theirs = {}
+    for row in read_csv(ROOT / "results" / "published.csv"):
+        number = re.search(r"(\d+)(k|M) steps", row["note"])
+        if row["source"] == "CleanRL" and number:
+            steps = int(number[1]) * {"k": 10**3, "M": 10**6}[number[2]]
+            theirs[row["env_id"], row["script"]] = float(row["mean"]), steps
+    found: dict[str, dict[str, np.ndarray]] = {}
+    for (script, env_id, flags), runs in groups().items():
+        if flags or len(runs) < 2 or not {(env_id, script)} <= theirs.keys() & at_random.keys():
+            continue
+        zero, (one, steps) = at_random[env_id, script], theirs[env_id, script]
+        if zero == one or not all(0.95 * steps < int(run["steps"]) <= steps for run in runs):
+            continue
+        returns = np.array([float(run["return_last100"]) for run in runs])
+        found.setdefault(script, {})[env_id] = (returns - zero) / (one - zero)
+    rows = []
+    for script, scores in found.items():
+        names = ", ".join(f"{env_id} ({len(x)})" for env_id, x in scores.items())
+        values = [*scores.values()]
+        mean = interval(values, lambda x: x.mean(1))
+        rows.append([f"`{script}.py`", names, mean, interval(values, interquartile_mean)])
+    return table(["file", "environments (seeds)", "mean", "interquartile mean"], rows)
+
+
 def minutes_table() -> str:
     """What the training games paid after 1, 10 and 60 minutes, by the stored curves."""
     head = ["environment", "after 1 minute", "10 minutes", "60 minutes", "command (seed 1)"]
@@ -232,6 +283,7 @@ TABLES = {
         "files": files_table,
         "details": details_table,
         "results": results_table,
+        "aggregate": aggregate_table,
         "minutes": minutes_table,
         "speed": speed_table,
     },

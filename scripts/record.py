@@ -183,6 +183,7 @@ def few_updates(script: Path, row: dict, run_dir: Path) -> dict:
 
     flags = re.sub(r"--stop-at \S+", "", row["command"]).split()[2:]
     stop = ["--stop-at", "4096", "--run-dir", str(run_dir), "--eval-episodes", "0"]
+    stop += ["--serial"] * (row["script"] == "appo_async")  # else no two runs are equal
     command = [sys.executable, str(script), *flags, *stop]
     subprocess.run(command, check=True, capture_output=True)
     return torch.load(run_dir / "checkpoint.pt", weights_only=True)

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 from conftest import ROOT, SCRIPTS, TINY, load_script, source_of
 
@@ -25,6 +26,15 @@ def test_tables_are_current():
 def test_a_result_of_older_code_is_marked(monkeypatch):
     assert "older code" not in readme.stale(ROWS[0])
     assert "older code" in readme.stale(ROWS[0] | {"blocks": "another"})
+
+
+def test_intervals_draw_seeds_within_each_environment():
+    """Two environments without any spread have none together; drawn from all, they would."""
+    flat = [np.zeros(3), np.ones(3)]
+    assert readme.interval(flat, lambda x: x.mean(1)) == "0.50 (0.50 to 0.50)"
+    wide = readme.interval([np.array([0.0, 1.0]), np.ones(2)], lambda x: x.mean(1))
+    assert wide == "0.75 (0.50 to 1.00)"
+    assert readme.interquartile_mean(np.array([[9.0, 0.0, 1.0, 2.0]])) == 1.5
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row["run"])

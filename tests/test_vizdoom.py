@@ -3,6 +3,7 @@
 And its environments in appo_async.py.
 """
 
+import math
 import os
 import signal
 
@@ -143,17 +144,18 @@ def test_ctrl_c(mode, start, tmp_path):
 
 @pytest.mark.parametrize(("env_id", "buttons"), BUTTONS.items())
 def test_asynchronous(env_id, buttons):
-    """One button at a time, or none; in color, four frames to an action; scores are not scaled."""
+    """Up to two buttons at a time; in color, four frames to an action; scores are not scaled."""
     script = load_script("appo_async")
     args = script.Args(env_id=env_id, reward_scale=0.01)
     envs, obs = script.make_envs(args, 1, seed=1)
-    assert envs.single_action_space == gym.spaces.Discrete(1 + buttons)
+    choices = sum(math.comb(buttons, pressed) for pressed in (0, 1, 2))
+    assert envs.single_action_space == gym.spaces.Discrete(choices)
     assert obs.shape == (1, 3, 72, 128) and obs.dtype == np.uint8 and obs.std() > 10
     game = envs.envs[0].unwrapped.game
     assert (game.get_screen_width(), game.get_screen_height()) == (160, 120)
     rng, times, total, ended = np.random.default_rng(0), [], 0.0, []
     while not ended:
-        actions = rng.integers(1 + buttons, size=1)
+        actions = rng.integers(choices, size=1)
         obs, reward, *_, infos = envs.step(actions)
         total += reward[0]
         times.append(game.get_episode_time())
