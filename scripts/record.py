@@ -159,6 +159,10 @@ def record(run_dir: Path) -> dict:
         name += "__" + args["precision"]
     if args.get("bootstrap_truncated"):
         name += "__bootstrap"
+    if args.get("rnn", "none") != "none":
+        name += "__" + args["rnn"]
+    if script == "appo_async" and "--num-steps" in flags:
+        name += f"__T={args['num_steps']}"
     row = json.loads((run_dir / "result.json").read_text())
     row |= {key: args[key] for key in ("env_id", "seed", "total_timesteps")}
     row |= {package: importlib.metadata.version(package) for package in PACKAGES}

@@ -31,7 +31,7 @@ MACROS = {"${env}", "${interpreter}", "${program}", "${args}"}
 SMALLEST = {
     "appo_async": {
         **{"num_workers": 1, "envs_per_worker": 2, "num_steps": 8, "minibatch_size": 16},
-        "total_timesteps": 32,
+        **{"num_minibatches": 1, "num_splits": 1, "total_timesteps": 32},
     }
 } | TINY
 
