@@ -147,7 +147,7 @@ def test_asynchronous(env_id, buttons):
     """Up to two buttons at a time; in color, four frames to an action; scores are not scaled."""
     script = load_script("appo_async")
     args = script.Args(env_id=env_id, reward_scale=0.01)
-    envs, obs = script.make_envs(args, 1, seed=1)
+    envs, obs = script.make_envs(args, 1, seed=3)
     choices = sum(math.comb(buttons, pressed) for pressed in (0, 1, 2))
     assert envs.single_action_space == gym.spaces.Discrete(choices)
     assert obs.shape == (1, 3, 72, 128) and obs.dtype == np.uint8 and obs.std() > 10
