@@ -135,10 +135,33 @@ PEERS = {
 }
 
 
+# whose number of environments was varied, and what it is in the table of all scripts
+SIZES = {
+    ("ppo.py", "CartPole"): "4",
+    ("ppo_continuous.py", "HalfCheetah"): "1",
+    ("ppo_atari.py --precision bf16", "Breakout"): "8",
+}
+
+
+def sizes_table() -> str:
+    numbers = ("1", "4", "8", "16", "64")
+    rows = {key: ["", *[""] * len(numbers)] for key in SIZES}
+    for row in read_csv(ROOT / "results" / "speed.csv"):
+        key = (row["what"], row["task"])
+        if key in SIZES and row["peer"] == "sb3":
+            ratio = row["ratio"].split(" (")[0]
+            cell = f"{int(row['ours']):,} ({ratio}), {int(row['memory_mb']):,} MB"
+            rows[key][0] = f"`{row['what']}`, {row['task']}"
+            rows[key][1 + numbers.index(row["num_envs"])] = cell
+    return table(["environments", *numbers], list(rows.values()))
+
+
 def speed_table() -> str:
     head = ["what", "steps/s", "beside", "ratio (rounds)", "of the bound", "memory", "first update"]
     rows = []
     for row in read_csv(ROOT / "results" / "speed.csv"):
+        if SIZES.get((row["what"], row["task"]), row["num_envs"]) != row["num_envs"]:
+            continue  # they have a table of their own
         what = f"`{row['what']}`, {row['task']}, {row['num_envs']} environments"
         rows.append(
             [
@@ -286,6 +309,7 @@ TABLES = {
         "aggregate": aggregate_table,
         "minutes": minutes_table,
         "speed": speed_table,
+        "sizes": sizes_table,
     },
     "results/README.md": {"runs": runs_table},
 }
