@@ -3,12 +3,15 @@
     git show HEAD~5:results/runs.csv > /tmp/old.csv
     python benchmarks/compare.py /tmp/old.csv results/runs.csv      # returns, by environment
     python benchmarks/compare.py old_speed.csv results/speed.csv    # speed, by case
+    python benchmarks/compare.py results/published.csv results/runs.csv --margin 20    # CleanRL's
 
 Returns: Welch's interval of the difference of the means over seeds (return_last100), so each side
 needs two seeds or more; 3 a side show a collapse and little else (to see a difference of one
 standard deviation with a power of 80 % takes 17). --margin M asks the other question: are both
 the same within M (two one-sided tests at 5 %)? Speed: the ratios to the peer, whose smallest and
-largest over the rounds are in the file; they have moved where these ranges are apart. Exit code 1
+largest over the rounds are in the file; they have moved where these ranges are apart. Published
+returns: those with a number of seeds and of steps in their note, held against runs without other
+flags and with as many steps. Exit code 1
 if anything got worse (with --margin: if anything is not shown to be the same).
 """
 
@@ -49,6 +52,14 @@ def difference(old: list[float], new: list[float], level: float) -> tuple[float,
     return statistics.mean(new) - statistics.mean(old), interval.low, interval.high
 
 
+def judge(low: float, high: float, margin: float | None) -> tuple[str, bool]:
+    """What the interval of a difference says, and whether all is well."""
+    if margin is None:
+        return "worse" if high < 0 else "better" if low > 0 else "no difference shown", high >= 0
+    same = -margin < low and high < margin
+    return f"{'the same' if same else 'not shown to be the same'} within {margin:g}", same
+
+
 def compare_returns(old: list[dict], new: list[dict], level: float, margin: float | None) -> bool:
     """Print a line for each environment in both; returns whether all is well."""
     before, after = scores(old), scores(new)
@@ -67,14 +78,42 @@ def compare_returns(old: list[dict], new: list[dict], level: float, margin: floa
         # 90 % for two one-sided tests at 5 %
         change, low, high = difference(a, b, level if margin is None else 0.9)
         line += f", difference {change:+.1f} ({low:+.1f} to {high:+.1f})"
-        if margin is not None:
-            same = -margin < low and high < margin
-            print(f"{line}: {'the same' if same else 'not shown to be the same'} within {margin:g}")
-            well = well and same
-        else:
-            verdict = "worse" if high < 0 else "better" if low > 0 else "no difference shown"
-            print(f"{line}: {verdict}")
-            well = well and high >= 0
+        verdict, fine = judge(low, high, margin)
+        print(f"{line}: {verdict}")
+        well = well and fine
+    return well
+
+
+def compare_published(published: list[dict], runs: list[dict], level: float, margin) -> bool:
+    """Print a line for each published mean and deviation that ours can be held against."""
+    well = True
+    for row in published:
+        steps = re.search(r"(\d+)([kM]) steps", row["note"])
+        seeds = re.search(r"(\d+) seeds", row["note"])
+        if not (steps and seeds and row["std"]):
+            continue
+        goal = int(steps[1]) * {"k": 10**3, "M": 10**6}[steps[2]]
+        new = [
+            float(run["return_last100"])
+            for run in runs
+            if run["run"].startswith(f"{row['env_id']}__{row['script']}__")
+            and run["run"].count("__") == 2
+            and 0.95 * goal < int(run["steps"]) <= goal
+        ]
+        if len(new) < 2:
+            continue
+        theirs, ours, n, m = float(row["mean"]), statistics.mean(new), int(seeds[1]), len(new)
+        # Welch's interval, from the variances of both means
+        a, b = max(float(row["std"]), 1e-6) ** 2 / n, statistics.variance(new) / m
+        freedom = (a + b) ** 2 / (a**2 / (n - 1) + b**2 / (m - 1))
+        share = level if margin is None else 0.9
+        low, high = stats.t.interval(share, freedom, ours - theirs, (a + b) ** 0.5)
+        line = f"{row['env_id']} {row['script']}: {row['source']} {theirs:.1f} ({n} seeds), "
+        line += f"ours {ours:.1f} ({m} seeds), "
+        line += f"difference {ours - theirs:+.1f} ({low:+.1f} to {high:+.1f})"
+        verdict, fine = judge(low, high, margin)
+        print(f"{line}: {verdict}")
+        well = well and fine
     return well
 
 
@@ -108,6 +147,8 @@ def main() -> int:
     kinds = [
         "returns"
         if {"run", "steps", "return_last100"} <= rows[0].keys()
+        else "published"
+        if {"env_id", "script", "source", "mean", "std", "note"} <= rows[0].keys()
         # as benchmarks/throughput.py writes it
         else "speed"
         if {"what", "task", "num_envs", "peer", "ratio"} <= rows[0].keys()
@@ -115,7 +156,9 @@ def main() -> int:
         for rows in (old, new)
         if rows
     ]
-    if len(kinds) < 2 or kinds[0] != kinds[1] or not kinds[0]:
+    if kinds == ["published", "returns"]:
+        return 0 if compare_published(old, new, args.level, args.margin) else 1
+    if len(kinds) < 2 or kinds[0] != kinds[1] or kinds[0] not in ("returns", "speed"):
         print("error: both files must be runs.csv, or both speed.csv, with rows", file=sys.stderr)
         return 2
     if kinds[0] == "speed":

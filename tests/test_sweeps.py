@@ -5,6 +5,7 @@ import importlib.util
 import json
 import os
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -306,6 +307,24 @@ def test_compare_equivalence(compare, tmp_path):
     assert compare(old, new, "--margin", 40)[0] == 0
     code, output = compare(old, new, "--margin", 5)
     assert code == 1 and "not shown to be the same within 5" in output
+
+
+def test_compare_with_published(compare, tmp_path):
+    """A published mean and deviation count as the seeds that they come from would."""
+    from scipy import stats
+
+    theirs, ours = [10.0, 12.0, 17.0], [11.0, 19.0, 16.0, 17.0]
+    new = runs(tmp_path / "new.csv", ours)  # of 1,000 steps
+    row = {"env_id": "CartPole-v1", "script": "ppo", "source": "X"}
+    row |= {"mean": statistics.mean(theirs), "std": statistics.stdev(theirs)}
+    rows = [row | {"note": note} for note in ("3 seeds, 1k steps", "3 seeds, 10M steps", "?")]
+    old = write(tmp_path / "published.csv", rows)
+    code, output = compare(old, new)
+    interval = stats.ttest_ind(ours, theirs, equal_var=False).confidence_interval(0.95)
+    assert code == 0 and output.count("\n") == 1
+    assert f"({interval.low:+.1f} to {interval.high:+.1f}): no difference shown" in output
+    assert compare(old, new, "--margin", 1)[0] == 1
+    assert compare(old, new, "--margin", 20)[0] == 0
 
 
 @pytest.mark.parametrize(
