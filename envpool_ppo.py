@@ -380,7 +380,10 @@ def train(args: Args) -> dict:
         clip_coef = args.clip_coef * (frac if args.anneal_clip_coef else 1.0)
 
         # Each visit to a pool takes in what its last actions brought, and sends the next ones. With
-        # two pools (--async-envs) one plays while the network serves the other.
+        # two pools (--async-envs) one plays while the network serves the other. EnvPool's own
+        # asynchronous mode, batch_size < num_envs, returns whoever is ready first, to be told apart
+        # by env_id. Then the fast ones are ahead, and a rollout of num_steps from each still waits
+        # for the slowest.
         for step in range(args.num_steps + 1):
             for p, here in enumerate(envs.slices):
                 if step > 0:
