@@ -23,8 +23,10 @@ with those that its examples choose ("sample_factory_own"); benchmarks/peers say
 """
 
 import argparse
+import contextlib
 import dataclasses
 import importlib
+import io
 import itertools
 import os
 import statistics
@@ -418,6 +420,38 @@ def visit_first(pool, act):
     return visit
 
 
+def loop_rate(script, num_envs: int, threads: int, steps: float) -> float:
+    """Steps/s of a script's whole training loop, with a policy that looks at one pixel."""
+    import torch
+
+    class Glance(torch.nn.Module):
+        def __init__(self, envs, args):
+            super().__init__()
+            self.head = torch.nn.Linear(1, envs.single_action_space.n + 1)
+
+        def get_value(self, x):
+            return self.head(x[:, 0, 0, :1].float())[:, -1]
+
+        def get_action_and_value(self, x, action=None):
+            *logits, value = self.head(x[:, 0, 0, :1].float()).unbind(-1)
+            log_pi = torch.stack(logits, -1).log_softmax(-1)
+            if action is None:
+                action = log_pi.exp().multinomial(1).squeeze(-1)
+            logprob = log_pi.gather(-1, action.unsqueeze(-1)).squeeze(-1)
+            return action, logprob, -(log_pi.exp() * log_pi).sum(-1), value
+
+    plain, script.Agent = script.Agent, Glance
+    with tempfile.TemporaryDirectory() as folder:
+        sizes = {"num_envs": num_envs, "num_threads": threads, "eval_episodes": 0}
+        sizes |= {"num_minibatches": 1, "update_epochs": 1, "run_dir": folder}
+        batch = num_envs * script.Args.num_steps
+        total = batch * max(4, round(steps / batch))
+        with contextlib.redirect_stdout(io.StringIO()):
+            result = script.train(script.Args(total_timesteps=total, **sizes))
+    script.Agent = plain
+    return result["sps"]
+
+
 def scaling_rows(seconds: float):
     """Yield rows of results/scaling.csv: Breakout, by kind of vector environment and number."""
     import ale_py
@@ -485,6 +519,10 @@ def scaling_rows(seconds: float):
                 row[name] = round(visit() * rate(visit, seconds))
                 row["memory_mb"] = tree_memory(os.getpid()) - before
                 envs.close()
+            row["loop"] = ""
+            if kind == "envpool_ppo.py":
+                script = importlib.import_module("envpool_ppo")
+                row["loop"] = round(loop_rate(script, n, threads, seconds * row["alone"]))
             print(row, flush=True)
             yield row
 
