@@ -148,8 +148,8 @@ class Args:
 # === Environment
 gym.register_envs(ale_py)
 ale_py.ALEInterface.setLoggerMode(ale_py.LoggerMode.Error)  # no banner from every environment
-# ViZDoom as in the paper: an action lasts four frames, drawn at 160 x 120, and may press two
-# buttons, so that one can turn and walk; and no file _vizdoom.ini wherever the user stands.
+# ViZDoom as in the paper: an action lasts four frames, drawn at 160 x 120. Two buttons at once, so
+# that one can turn and walk; and no file _vizdoom.ini wherever the user stands.
 for env_id, spec in gym.registry.items():
     if env_id.startswith("Vizdoom"):
         spec.kwargs.update(frame_skip=4, max_buttons_pressed=2, screen_resolution="RES_160X120")

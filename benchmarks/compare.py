@@ -11,8 +11,8 @@ standard deviation with a power of 80 % takes 17). --margin M asks the other que
 the same within M (two one-sided tests at 5 %)? Speed: the ratios to the peer, whose smallest and
 largest over the rounds are in the file; they have moved where these ranges are apart. Published
 returns: those with a number of seeds and of steps in their note, held against runs without other
-flags and with as many steps. Exit code 1
-if anything got worse (with --margin: if anything is not shown to be the same).
+flags and with as many steps. Exit code 1 if anything got worse (with --margin: if anything is not
+shown to be the same).
 """
 
 import argparse
@@ -84,7 +84,9 @@ def compare_returns(old: list[dict], new: list[dict], level: float, margin: floa
     return well
 
 
-def compare_published(published: list[dict], runs: list[dict], level: float, margin) -> bool:
+def compare_published(
+    published: list[dict], runs: list[dict], level: float, margin: float | None
+) -> bool:
     """Print a line for each published mean and deviation that ours can be held against."""
     well = True
     for row in published:
@@ -103,7 +105,7 @@ def compare_published(published: list[dict], runs: list[dict], level: float, mar
         if len(new) < 2:
             continue
         theirs, ours, n, m = float(row["mean"]), statistics.mean(new), int(seeds[1]), len(new)
-        # Welch's interval, from the variances of both means
+        # Welch's interval, from the variances of both means; MountainCar's are 0
         a, b = max(float(row["std"]), 1e-6) ** 2 / n, statistics.variance(new) / m
         freedom = (a + b) ** 2 / (a**2 / (n - 1) + b**2 / (m - 1))
         share = level if margin is None else 0.9
@@ -159,7 +161,10 @@ def main() -> int:
     if kinds == ["published", "returns"]:
         return 0 if compare_published(old, new, args.level, args.margin) else 1
     if len(kinds) < 2 or kinds[0] != kinds[1] or kinds[0] not in ("returns", "speed"):
-        print("error: both files must be runs.csv, or both speed.csv, with rows", file=sys.stderr)
+        print(
+            "error: both files must be runs.csv, both speed.csv, or published.csv and runs.csv",
+            file=sys.stderr,
+        )
         return 2
     if kinds[0] == "speed":
         return 0 if compare_speed(old, new) else 1

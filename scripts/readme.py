@@ -212,9 +212,10 @@ def results_table() -> str:
                 if (row["env_id"], row["script"], row["source"]) == (env_id, script, source)
             ]
             theirs += found or [""]
-        steps = f"{max(int(run['steps']) for run in runs):,}"
+        lengths = sorted({int(run["steps"]) for run in runs})
+        steps = " to ".join(f"{length:,}" for length in dict.fromkeys((lengths[0], lengths[-1])))
         schedule = {int(run["total_timesteps"]) for run in runs}
-        if max(schedule) > 2 * max(int(run["steps"]) for run in runs):
+        if max(schedule) > 2 * lengths[-1]:
             steps += f" of {max(schedule) // 1_000_000}M"
         ours = spread([float(run["return_last100"]) for run in runs])
         marks = "".join({stale(run) for run in runs})

@@ -4,6 +4,7 @@ import csv
 import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from conftest import ROOT, SCRIPTS, TINY, load_script, source_of
 
 sys.path.insert(0, str(ROOT / "scripts"))
 import readme
-from record import code_hash
+from record import code_hash, curve
 
 README = (ROOT / "README.md").read_text()
 with open(ROOT / "results" / "runs.csv", newline="") as file:
@@ -35,6 +36,24 @@ def test_intervals_draw_seeds_within_each_environment():
     wide = readme.interval([np.array([0.0, 1.0]), np.ones(2)], lambda x: x.mean(1))
     assert wide == "0.75 (0.50 to 1.00)"
     assert readme.interquartile_mean(np.array([[9.0, 0.0, 1.0, 2.0]])) == 1.5
+
+
+def test_a_pause_is_no_training():
+    """A run of 10 steps a second that was stopped after 100 steps, and resumed a day later."""
+    events = {
+        "charts/episodic_return": [(40, 1, 3.0), (100, 2, 5.0), (140, 86_400, 7.0)],
+        "charts/SPS": [(50, 1, 10.0), (100, 2, 10.0), (150, 86_400, 10.0)],
+    }
+    scalars = {
+        tag: [SimpleNamespace(step=step, wall_time=time, value=value) for step, time, value in rows]
+        for tag, rows in events.items()
+    }
+    rows = curve(SimpleNamespace(Scalars=scalars.get), rows=4)
+    assert [(row["return"], row["seconds"]) for row in rows] == [
+        (3.0, 5.0),
+        (5.0, 10.0),
+        (7.0, 14.0),
+    ]
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row["run"])
