@@ -4,6 +4,7 @@ python scripts/readme.py            # rewrite them
 python scripts/readme.py --check    # exit code 1 if it is out of date
 """
 
+import math
 import re
 import statistics
 import sys
@@ -145,7 +146,7 @@ SIZES = {
 
 def sizes_table() -> str:
     numbers = ("1", "4", "8", "16", "64")
-    rows = {key: ["", *[""] * len(numbers)] for key in SIZES}
+    rows = {key: [""] * (1 + len(numbers)) for key in SIZES}
     for row in read_csv(ROOT / "results" / "speed.csv"):
         key = (row["what"], row["task"])
         if key in SIZES and row["peer"] == "sb3":
@@ -230,12 +231,17 @@ def interval(scores: list[np.ndarray], statistic) -> str:
 
     scores holds an array of one score a seed for each environment; seeds are drawn with replacement
     within each. Agarwal et al. 2021, "Deep reinforcement learning at the edge of the statistical
-    precipice", arXiv 2108.13264.
+    precipice", arXiv 2108.13264. An environment with more seeds counts no more than another.
     """
-    rng = np.random.default_rng(0)
+    rng, most = np.random.default_rng(0), math.lcm(*map(len, scores))
+
+    def joined(draws: list[np.ndarray]) -> np.ndarray:
+        return np.concatenate([x.repeat(most // x.shape[1], axis=1) for x in draws], axis=1)
+
     draws = [x[rng.integers(0, len(x), (5000, len(x)))] for x in scores]
-    low, high = np.percentile(statistic(np.concatenate(draws, 1)), [2.5, 97.5])
-    return f"{statistic(np.concatenate(scores)[None])[0]:.2f} ({low:.2f} to {high:.2f})"
+    low, high = np.percentile(statistic(joined(draws)), [2.5, 97.5])
+    (middle,) = statistic(joined([x[None] for x in scores]))
+    return f"{middle:.2f} ({low:.2f} to {high:.2f})"
 
 
 def interquartile_mean(scores: np.ndarray) -> np.ndarray:

@@ -35,6 +35,8 @@ def test_intervals_draw_seeds_within_each_environment():
     assert readme.interval(flat, lambda x: x.mean(1)) == "0.50 (0.50 to 0.50)"
     wide = readme.interval([np.array([0.0, 1.0]), np.ones(2)], lambda x: x.mean(1))
     assert wide == "0.75 (0.50 to 1.00)"
+    unequal = readme.interval([np.zeros(2), np.ones(3)], lambda x: x.mean(1))
+    assert unequal == "0.50 (0.50 to 0.50)"
     assert readme.interquartile_mean(np.array([[9.0, 0.0, 1.0, 2.0]])) == 1.5
 
 
