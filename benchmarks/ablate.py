@@ -8,7 +8,9 @@ results/ablations.csv, the picture to results/ablations.png (needs the `bench` e
     python benchmarks/ablate.py --task CartPole-v1               # about 15 minutes on 2 cores
     python benchmarks/ablate.py --task HalfCheetah-v4            # about 2 hours
     python benchmarks/ablate.py --only "core 7" --seeds 10
+    python benchmarks/ablate.py --task Breakout-v5 --seeds 2  # about 80 minutes
 
+Breakout-v5 is about one step only: the one that EnvPool spends on a reset (see envpool_ppo.py).
 Three seeds show a detail without which nothing is learned, not one that buys a few percent.
 """
 
@@ -23,31 +25,42 @@ import reproduce
 
 ROOT = reproduce.ROOT
 sys.path.insert(0, str(ROOT / "scripts"))
-TASKS = {"CartPole-v1": ("ppo", 100_000), "HalfCheetah-v4": ("ppo_continuous", 200_000)}
+# script, steps, schedule, and the one mutation that is tried, by its `why`; else all with `ablate`
+TASKS = {
+    "CartPole-v1": ("ppo", 100_000, ["--total-timesteps", "100000"], None),
+    "HalfCheetah-v4": ("ppo_continuous", 200_000, ["--total-timesteps", "200000"], None),
+    "Breakout-v5": (
+        "envpool_ppo",
+        500_000,
+        ["--stop-at", "500000", "--precision", "bf16"],
+        "the reset takes a step of its own, whose action is ignored",
+    ),
+}
 WHOLE = "all details"
 
 
-def mutants(script: str, only: str) -> dict[str, str]:
-    """The script's source by what it lacks: nothing, or one of the details."""
+def mutants(script: str, only: str = "", why: str | None = None) -> dict[str, str]:
+    """The script's source by what it lacks: nothing, or one of the details (or `why`)."""
     source = (ROOT / f"{script}.py").read_text()
     found = {WHOLE: source}
     for detail in tomllib.loads((ROOT / "details.toml").read_text())["details"]:
         for mutation in detail["mutations"]:
             files = mutation.get("files", detail["files"])
-            if not mutation.get("ablate") or script not in files or only not in detail["id"]:
+            wanted = mutation["why"] == why if why else mutation.get("ablate")
+            if not wanted or script not in files or only not in detail["id"]:
                 continue
             if detail["id"].startswith(("aux", "beyond")):
                 continue  # off by default: there is nothing to take away
             assert source.count(mutation["old"]) == 1
-            lacking = f"{detail['id']} {detail['name']}"
+            lacking = why or f"{detail['id']} {detail['name']}"
             found[lacking] = source.replace(mutation["old"], mutation["new"])
     return found
 
 
 def make_cells(task: str, only: str, seeds: int, out: Path) -> dict[str, list[reproduce.Cell]]:
-    script, steps = TASKS[task]
+    script, _, flags, why = TASKS[task]
     found: dict[str, list[reproduce.Cell]] = {}
-    for lacking, source in mutants(script, only).items():
+    for lacking, source in mutants(script, only, why).items():
         folder = out / task / " ".join(lacking.split()[:2]).replace(" ", "-")
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"{script}.py"  # under its own name, which checkpoints carry
@@ -55,7 +68,7 @@ def make_cells(task: str, only: str, seeds: int, out: Path) -> dict[str, list[re
             if any(folder.glob("*/checkpoint.pt")):
                 sys.exit(f"error: {folder} holds runs of older code: move it away")
             path.write_text(source)
-        command = [sys.executable, str(path), "--env-id", task, "--total-timesteps", str(steps)]
+        command = [sys.executable, str(path), "--env-id", task, *flags]
         found[lacking] = [
             reproduce.Cell(
                 f"seed-{seed}", [*command, "--seed", str(seed), "--eval-episodes", "0"], folder
@@ -90,7 +103,8 @@ def draw(rows: list[dict]) -> None:
             color = "0.3" if name == WHOLE else "C0"
             axes.plot(by_detail[name], [y] * len(by_detail[name]), ".", color=color, alpha=0.6)
             axes.plot(statistics.mean(by_detail[name]), y, "|", color=color, markersize=12, mew=2)
-        labels = [name if name == WHOLE else f"without {name}" for name in names]
+        plain = (WHOLE, TASKS[task][3])
+        labels = [name if name in plain else f"without {name}" for name in names]
         axes.set_yticks(range(len(names)), labels, fontsize=7)
         axes.set_title(f"{task}, {TASKS[task][1]:,} steps, {len(whole)} seeds", fontsize=9)
         axes.set_xlabel("return of the last 100 training episodes", fontsize=8)
@@ -112,7 +126,7 @@ def main() -> int:
     cells = make_cells(args.task, args.only, args.seeds, args.out)
     pool = [cell for group in cells.values() for cell in group]
     code = reproduce.run(pool, args.jobs)
-    script, steps = TASKS[args.task]
+    script, steps, *_ = TASKS[args.task]
     path = ROOT / "results" / "ablations.csv"
     origin = {"blocks": code_hash((ROOT / f"{script}.py").read_text())}
     origin |= {"commit": git("rev-parse", "--short", "HEAD").strip()}
