@@ -517,6 +517,10 @@ def open_run(args: Args) -> tuple[dict, SummaryWriter]:
         wandb_run = {"id": run["wandb_id"], "resume": "allow", "config": asdict(args)}
         run["wandb_id"] = wandb.init(**names, **wandb_run, sync_tensorboard=True, save_code=True).id
     precision = getattr(args, "precision", "fp32")
+    onednn = torch.backends.mkldnn.is_available()
+    emulated = onednn and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    if precision == "bf16" and pick_device(args).type == "cpu" and emulated:
+        precision += ", which this processor lacks: fp32 is many times as fast"
     print(shlex.join(["python", *sys.argv]))
     choices = f"device {pick_device(args)}, torch threads {TORCH_THREADS}, precision {precision}"
     print(choices, flush=True)
