@@ -462,7 +462,8 @@ def scaling_rows(seconds: float):
 
     gym.register_envs(ale_py)
     cores = len(os.sched_getaffinity(0))
-    script, args = arguments(Case("ppo_atari", "Breakout", 8, BF16))
+    bf16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    script, args = arguments(Case("ppo_atari", "Breakout", 8, BF16 if bf16 else []))
     script.pick_device(args)
     spaces = argparse.Namespace(single_action_space=gym.spaces.Discrete(4))
     agent = script.Agent(spaces, args)
@@ -511,7 +512,7 @@ def scaling_rows(seconds: float):
     for n, kind in itertools.product((1, 2, 4, 8, 16, 32, 64, 128, 256), kinds):
         thread_counts, smallest, largest, make, visiting = kinds[kind]
         for threads in thread_counts if smallest <= n <= largest else ():
-            row = {"kind": kind, "num_envs": n, "threads": threads}
+            row = {"kind": kind, "num_envs": n, "threads": threads, "precision": args.precision}
             before = tree_memory(os.getpid())
             for name, act in (("alone", at_random), ("with_policy", by_policy)):
                 envs = make()

@@ -118,7 +118,37 @@ def several_seeds() -> None:
     figure.savefig(RESULTS / "curves.png")
 
 
+def scaling() -> None:
+    """Steps/s of each kind of vector environment against its size, alone and with a policy."""
+    kinds: dict[str, list[dict]] = {}
+    for row in read_csv(RESULTS / "scaling.csv"):
+        kinds.setdefault(row["kind"], []).append(row)
+    figure, panels = plt.subplots(1, 3, figsize=(9, 3.6), dpi=150)
+    titles = {"alone": "random actions, steps/s", "with_policy": "with the Nature-CNN, steps/s"}
+    titles |= {"memory_mb": "memory, MB"}
+    for (column, title), axes in zip(titles.items(), panels, strict=True):
+        for color, (kind, rows) in enumerate(kinds.items()):
+            threads = max(int(row["threads"]) for row in rows)
+            rows = [row for row in rows if int(row["threads"]) == threads]
+            numbers = [int(row["num_envs"]) for row in rows]
+            values = [float(row[column]) for row in rows]
+            axes.plot(numbers, values, ".-", color=f"C{color}", label=kind, linewidth=1)
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter(lambda x, _: f"{x:.0f}")
+        axes.set_title(title, fontsize=9)
+        axes.set_xlabel("environments", fontsize=8)
+        axes.tick_params(labelsize=7)
+        axes.set_ylim(0)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(axis="y", color="0.92")
+    handles = panels[0].get_legend_handles_labels()
+    figure.legend(*handles, frameon=False, fontsize=7, ncols=4, loc="lower center")
+    figure.tight_layout(rect=(0, 0.12, 1, 1))
+    figure.savefig(RESULTS / "scaling.png")
+
+
 if __name__ == "__main__":
     breakout()
+    scaling()
     several_seeds()
     pendulum()

@@ -73,10 +73,13 @@ def commit_of(script: str, source: str) -> str:
 
 
 def machine() -> str:
-    """Processor and number of cores."""
+    """Processor, number of cores, and what else counts: how wide it computes, and in which type."""
     info = Path("/proc/cpuinfo")
-    names = re.findall(r"model name\s*: (.*)", info.read_text()) if info.exists() else []
-    return f"{names[0]}, {len(names)} cores" if names else platform.processor()
+    text = info.read_text() if info.exists() else ""
+    names = re.findall(r"model name\s*: (.*)", text)
+    known = {"avx512_bf16": "AVX512-BF16", "avx512f": "AVX512", "avx2": "AVX2"}
+    widest = [name for flag, name in known.items() if re.search(rf"\b{flag}\b", text)][:1]
+    return ", ".join([names[0], f"{len(names)} cores", *widest]) if names else platform.processor()
 
 
 def changed_arguments(source: str, args: dict) -> list[str]:
