@@ -1,5 +1,7 @@
 """Draw the README's pictures from results/curves/ and results/peers/ (needs the `bench` extra)."""
 
+import re
+
 import matplotlib
 
 matplotlib.use("Agg")
@@ -147,8 +149,35 @@ def scaling() -> None:
     figure.savefig(RESULTS / "scaling.png")
 
 
+def speed() -> None:
+    """How many times as fast as the peer, a bar for each case of the README's table of speeds."""
+    names = {"sb3": "Stable-Baselines3", "sample_factory": "Sample Factory, equal settings"}
+    rows = [row for row in read_csv(RESULTS / "speed.csv") if row["peer"] in names]
+    bars = [row for row in rows if int(row["rounds"]) > 1 or row["peer"] != "sb3"]  # else: sizes
+    figure, axes = plt.subplots(figsize=(9, 0.26 * len(bars) + 0.9), dpi=150)
+    for y, row in enumerate(reversed(bars)):
+        ratio, *spread = map(float, re.findall(r"[\d.]+", row["ratio"]))
+        color = "C0" if row["peer"] == "sb3" else "C1"
+        whiskers = [[ratio - spread[0]], [spread[1] - ratio]] if spread else None
+        axes.barh(y, ratio, 0.7, color=color, xerr=whiskers, ecolor="0.3", label=names[row["peer"]])
+    flags = r" --(env-id|num-workers|envs-per-worker|reward-scale) \S+"
+    labels = [f"{re.sub(flags, '', row['what'])} · {row['task']}" for row in bars]
+    axes.set_yticks(range(len(bars)), labels[::-1], fontsize=7)
+    axes.axvline(1, color="0.3", linewidth=0.8)
+    axes.set_xlabel(
+        "times as fast as the peer; the line: from the slowest round to the fastest", fontsize=8
+    )
+    axes.tick_params(axis="x", labelsize=7)
+    axes.spines[["top", "right"]].set_visible(False)
+    unique = dict(zip(*axes.get_legend_handles_labels()[::-1], strict=True))
+    axes.legend(unique.values(), unique.keys(), frameon=False, fontsize=7)
+    figure.tight_layout()
+    figure.savefig(RESULTS / "speed.png")
+
+
 if __name__ == "__main__":
     breakout()
+    speed()
     scaling()
     several_seeds()
     pendulum()
