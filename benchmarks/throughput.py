@@ -117,12 +117,12 @@ def cases() -> list[Case]:
     for total in (8, 16, 32, 64):
         flags = [*TWO_WORKERS, str(total // 2)]
         found.append(Case("appo_async", "Breakout", total, flags, 0, SIMULATION, "sampler"))
-    # the sizes that main has not; 64 HalfCheetahs would fill batches of 131,072 steps
+    # the sizes that main has not; 64 HalfCheetahs fill batches of 131,072 steps
     found += [Case("ppo", "CartPole", n, steps=40960, group="sizes") for n in (1, 8, 16, 64)]
-    found += [
-        Case("ppo_continuous", "HalfCheetah", n, steps=20480, group="sizes") for n in (4, 8, 16)
-    ]
+    for n, steps in ((4, 20480), (8, 20480), (16, 20480), (64, 262144)):
+        found.append(Case("ppo_continuous", "HalfCheetah", n, steps=steps, group="sizes"))
     found += [Case("ppo_atari", "Breakout", n, BF16, group="sizes") for n in (1, 4, 16, 64)]
+    found.append(Case("ppo_atari", "Breakout", 64, group="sizes"))  # 8 minutes a round
     return found
 
 

@@ -140,6 +140,7 @@ PEERS = {
 SIZES = {
     ("ppo.py", "CartPole"): "4",
     ("ppo_continuous.py", "HalfCheetah"): "1",
+    ("ppo_atari.py", "Breakout"): "8",
     ("ppo_atari.py --precision bf16", "Breakout"): "8",
 }
 
