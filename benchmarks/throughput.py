@@ -531,7 +531,7 @@ def scaling_rows(seconds: float):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3, help="times that both run, in turn")
-    parser.add_argument("--only", default="", help="only cases with this in file, flags or task")
+    parser.add_argument("--only", default="", help="only cases with this in 'WHAT, TASK, NUMBER'")
     parser.add_argument("--quick", action="store_true", help="one short round, nothing written")
     parser.add_argument("--sizes", action="store_true", help="the cases that vary num_envs")
     parser.add_argument("--scaling", action="store_true", help="environments by kind and number")
@@ -548,9 +548,11 @@ def main() -> None:
 
     origin = {"commit": git("rev-parse", "--short", "HEAD").strip(), "machine": machine()}
     if args.scaling:
-        rows = [row | origin for row in scaling_rows(0.3 if args.quick else 2.0)]
-        if not args.quick:
-            write_csv(ROOT / "results" / "scaling.csv", rows, list(rows[0]))
+        rows = []
+        for row in scaling_rows(0.3 if args.quick else 2.0):
+            rows.append(row | origin)
+            if not args.quick:
+                write_csv(ROOT / "results" / "scaling.csv", rows, list(rows[0]))
         return
     path = ROOT / "results" / "speed.csv"
     key = ("what", "task", "num_envs", "peer")
@@ -560,7 +562,7 @@ def main() -> None:
     groups: dict[tuple, list[Case]] = {}
     ways = {"sampler": compare_sampler, "appo_sizes": compare_sizes}
     for case in cases():
-        if args.only in f"{case.name}, {case.task}" and case.group in wanted:
+        if args.only in f"{case.name}, {case.task}, {case.num_envs}" and case.group in wanted:
             case.steps //= 4 if args.quick else 1
             place = (case.group,) if case.group in ways else (case.task, case.num_envs)
             groups.setdefault(place, []).append(case)
