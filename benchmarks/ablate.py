@@ -76,6 +76,21 @@ def make_cells(task: str, only: str, why: str, seeds: int, out: Path) -> dict[st
     return found
 
 
+def returns(cells: list[reproduce.Cell]) -> list[float | None] | None:
+    """The return of each run; None in the place of all if one has not come to its end.
+
+    A run that a detail's absence ends by a gradient that is not finite has no return.
+    """
+    if not all(cell.done() or cell.failed for cell in cells):
+        return None
+    return [
+        json.loads((cell.run_dir / "result.json").read_text())["return_last100"]
+        if cell.done()
+        else None
+        for cell in cells
+    ]
+
+
 def draw(rows: list[dict]) -> None:
     """Each detail's runs as dots, its mean as a line, the whole algorithm's range behind them."""
     import matplotlib
@@ -134,12 +149,10 @@ def main() -> int:
     origin |= {"commit": git("rev-parse", "--short", "HEAD").strip()}
     rows = []
     for lacking, group in cells.items():
-        for seed, cell in enumerate(group, 1):
-            result = cell.run_dir / "result.json"
-            if not result.exists() and not cell.failed:
-                return code  # stopped: the rows come when all have been trained
-            # a run that a detail's absence makes end by a gradient that is not finite has no return
-            score = json.loads(result.read_text())["return_last100"] if result.exists() else None
+        scores = returns(group)
+        if scores is None:
+            return code  # stopped: the rows come when all have been trained
+        for seed, score in enumerate(scores, 1):
             row = {"task": args.task, "script": script, "steps": steps, "lacking": lacking}
             rows.append(row | {"seed": seed, "return_last100": score} | origin)
     new = {(row["task"], row["lacking"]) for row in rows}

@@ -352,12 +352,28 @@ def test_compare_refuses_other_files(compare, tmp_path):
 # the ablations
 
 
-def test_ablations_lack_one_detail_each():
-    sys.path.insert(0, str(REPRODUCE.parent))
-    try:
-        ablate = load(REPRODUCE.with_name("ablate.py"))
-    finally:
-        sys.path.remove(str(REPRODUCE.parent))
+@pytest.fixture
+def ablate(monkeypatch):
+    monkeypatch.syspath_prepend(REPRODUCE.parent)
+    return load(REPRODUCE.with_name("ablate.py"))
+
+
+def test_a_stopped_ablation_has_no_rows(ablate, tmp_path):
+    """A run that Ctrl-C ends writes its result.json, too."""
+    ends = {"whole": (100_000, True), "stopped": (2048, False)}
+    found = []
+    for name, (steps, finished) in ends.items():
+        (tmp_path / name).mkdir()
+        result = {"steps": steps, "finished": finished, "return_last100": 7.0}
+        (tmp_path / name / "result.json").write_text(json.dumps(result))
+        found.append(ablate.reproduce.Cell(name, ["python", "ppo.py"], tmp_path))
+    assert ablate.returns(found[:1]) == [7.0]
+    assert ablate.returns(found) is None
+    found[1].failed = True
+    assert ablate.returns(found) == [7.0, None]
+
+
+def test_ablations_lack_one_detail_each(ablate):
     for script in ("ppo", "ppo_continuous"):
         source = (ROOT / f"{script}.py").read_text()
         found = ablate.mutants(script)
