@@ -158,9 +158,9 @@ def speed() -> None:
     bars = [row for row in rows if int(row["rounds"]) > 1 or row["peer"] != "sb3"]  # else: sizes
     figure, axes = plt.subplots(figsize=(9, 0.26 * len(bars) + 0.9), dpi=150)
     for y, row in enumerate(reversed(bars)):
-        ratio, *spread = map(float, re.findall(r"[\d.]+", row["ratio"]))
+        ratio, low, high = map(float, re.findall(r"[\d.]+", row["ratio"]))
         color = "C0" if row["peer"] == "sb3" else "C1"
-        whiskers = [[ratio - spread[0]], [spread[1] - ratio]] if spread else None
+        whiskers = [[ratio - low], [high - ratio]]
         axes.barh(y, ratio, 0.7, color=color, xerr=whiskers, ecolor="0.3", label=names[row["peer"]])
     flags = r" --(env-id|num-workers|envs-per-worker|reward-scale) \S+"
     labels = [f"{re.sub(flags, '', row['what'])} · {row['task']}" for row in bars]
