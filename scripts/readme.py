@@ -1,4 +1,4 @@
-"""Write the tables of README.md and results/README.md from scripts, details.toml and results/.
+"""Write the tables of README.md, results/README.md and docs/async.md from code and results/.
 
 python scripts/readme.py            # rewrite them
 python scripts/readme.py --check    # exit code 1 if it is out of date
@@ -134,6 +134,7 @@ PEERS = {
     "sample_factory": "Sample Factory, equal settings",
     "sample_factory_own": "Sample Factory, its own settings",
 }
+SIMULATION = "pure simulation"  # no peer, but what appo_async.py's sampler is held against
 
 
 # whose number of environments was varied, and what it is in the table of all scripts
@@ -162,8 +163,9 @@ def speed_table() -> str:
     head = ["what", "steps/s", "beside", "ratio (rounds)", "of the bound", "memory", "first update"]
     rows = []
     for row in read_csv(ROOT / "results" / "speed.csv"):
-        if SIZES.get((row["what"], row["task"]), row["num_envs"]) != row["num_envs"]:
-            continue  # they have a table of their own
+        sizes = SIZES.get((row["what"], row["task"]), row["num_envs"]) != row["num_envs"]
+        if sizes or row["peer"] == SIMULATION:
+            continue  # they have tables of their own
         what = f"`{row['what']}`, {row['task']}, {row['num_envs']} environments"
         rows.append(
             [
@@ -177,6 +179,18 @@ def speed_table() -> str:
             ]
         )
     return table(head, rows)
+
+
+def sampler_table() -> str:
+    head = ["environments", "pure simulation, steps/s", "the sampler alone", "its share (rounds)"]
+    rows = [row for row in read_csv(ROOT / "results" / "speed.csv") if row["peer"] == SIMULATION]
+    return table(
+        head,
+        [
+            [row["num_envs"], f"{int(row['theirs']):,}", f"{int(row['ours']):,}", row["ratio"]]
+            for row in rows
+        ],
+    )
 
 
 def groups() -> dict[tuple, list[dict]]:
@@ -320,6 +334,7 @@ TABLES = {
         "sizes": sizes_table,
     },
     "results/README.md": {"runs": runs_table},
+    "docs/async.md": {"sampler": sampler_table},
 }
 
 
