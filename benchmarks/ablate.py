@@ -8,7 +8,7 @@ results/ablations.csv, the picture to results/ablations.png (needs the `bench` e
     python benchmarks/ablate.py --task CartPole-v1               # about 15 minutes on 2 cores
     python benchmarks/ablate.py --task HalfCheetah-v4            # about 2 hours
     python benchmarks/ablate.py --only "core 7" --seeds 10
-    python benchmarks/ablate.py --task Breakout-v5 --seeds 2 --mutation "the reset takes a step"
+    python benchmarks/ablate.py --task Breakout-v5 --mutation "the reset takes a step"
 
 Three seeds show a detail without which nothing is learned, not one that buys a few percent.
 """
@@ -120,6 +120,7 @@ def draw(rows: list[dict]) -> None:
         details = [name for name in names if name.split()[1].isdigit()]
         labels = [f"without {name}" if name in details else name for name in names]
         axes.set_yticks(range(len(names)), labels, fontsize=7)
+        axes.set_ylim(-0.6, len(names) - 0.4)
         axes.set_title(f"{task}, {TASKS[task][1]:,} steps, {len(whole)} seeds", fontsize=9)
         axes.set_xlabel("return of the last 100 training episodes", fontsize=8)
         axes.spines[["top", "right"]].set_visible(False)
