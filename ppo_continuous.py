@@ -1,5 +1,5 @@
 # /// script
-# requires-python = ">=3.11"
+# requires-python = ">=3.11,<3.15"
 # dependencies = [
 #   "gymnasium[classic-control,mujoco]==1.4.0", "moviepy==2.2.1", "mujoco==4.0.0", "numpy==2.4.6",
 #   "tensorboard==2.21.0", "torch==2.13.0", "tyro==1.0.17", "wandb==0.31.0",

@@ -1,5 +1,5 @@
 # /// script
-# requires-python = ">=3.11"
+# requires-python = ">=3.11,<3.15"
 # dependencies = [
 #   "ale-py==0.12.1", "gymnasium[atari]==1.4.0", "moviepy==2.2.1", "numpy==2.4.6",
 #   "opencv-python-headless==5.0.0.93", "tensorboard==2.21.0", "torch==2.13.0", "tyro==1.0.17",
