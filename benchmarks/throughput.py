@@ -7,6 +7,7 @@
     python benchmarks/throughput.py --scaling          # Breakout, alone and with a policy
     python benchmarks/throughput.py --appo             # appo_async.py, Sample Factory: 100 minutes
     python benchmarks/throughput.py --sampler          # its sampler, pure simulation: 20 minutes
+    python benchmarks/throughput.py --native           # EnvPool in its workers: 15 minutes
     python benchmarks/throughput.py --appo-sizes       # 8 to 64 environments a worker: 45 minutes
 
 Ours and the peer train the same thing with the same hyperparameters in turn, each in a process of
@@ -57,6 +58,10 @@ PEER_TASKS = {"Breakout": "breakout", "VizdoomBasic": "doom_basic"}  # Sample Fa
 
 
 EIGHT, SIMULATION = "8 a worker", "pure simulation"  # no programs, but what others are held against
+ALONE = {
+    "sampler": "appo_async.py, the sampler alone,",
+    "native": "EnvPool in appo_async.py's workers, alone,",
+}
 
 
 @dataclasses.dataclass
@@ -67,14 +72,14 @@ class Case:
     flags: list[str] = dataclasses.field(default_factory=list)
     steps: int = 4096  # timed, after a quarter of them
     peer: str = "sb3"
-    group: str = "main"  # or quick as well, sizes, appo, appo_sizes
+    group: str = "main"  # or quick as well, sizes, appo, appo_sizes, or one of ALONE
     processes: int = 1  # of torchrun, with one thread each
 
     @property
     def name(self) -> str:
         start = ["torchrun", "--nproc-per-node", str(self.processes)] if self.processes > 1 else []
-        if self.group == "sampler":
-            return " ".join([f"{self.script}.py, the sampler alone,", *self.flags])
+        if self.group in ALONE:
+            return " ".join([ALONE[self.group], *self.flags])
         return " ".join([*start, f"{self.script}.py", *self.flags])
 
 
@@ -114,9 +119,9 @@ def cases() -> list[Case]:
     for each in (8, 16, 32, 64):
         flags = [*TWO_WORKERS, str(each), *BF16]
         found.append(Case("appo_async", "Breakout", 2 * each, flags, 98304, EIGHT, "appo_sizes"))
-    for total in (8, 16, 32, 64):
+    for part, total in itertools.product(ALONE, (8, 16, 32, 64)):
         flags = [*TWO_WORKERS, str(total // 2)]
-        found.append(Case("appo_async", "Breakout", total, flags, 0, SIMULATION, "sampler"))
+        found.append(Case("appo_async", "Breakout", total, flags, 0, SIMULATION, part))
     # the sizes that main has not; 64 HalfCheetahs fill batches of 131,072 steps
     found += [Case("ppo", "CartPole", n, steps=40960, group="sizes") for n in (1, 8, 16, 64)]
     for n, steps in ((4, 20480), (8, 20480), (16, 20480), (64, 262144)):
@@ -330,13 +335,13 @@ def compare_sizes(group: list[Case], rounds: int, seconds: float):
         yield row_of(case, results)
 
 
-def compare_sampler(group: list[Case], rounds: int, seconds: float):
-    """Yield rows: the sampler without network and learning, between two pure simulations."""
+def compare_alone(group: list[Case], rounds: int, seconds: float):
+    """Yield rows: a part of appo_async.py that only plays, between two pure simulations."""
     for case in group:
         found = []
         for _ in range(rounds):
             before = parts_of(case, 5 * seconds, "simulation")["environments"]
-            new = {"ours": parts_of(case, 5 * seconds, "sampler")["sampler"]}
+            new = {"ours": parts_of(case, 5 * seconds, case.group)[case.group]}
             after = parts_of(case, 5 * seconds, "simulation")["environments"]
             new["environments"] = new["bound"] = (before + after) / 2
             found.append(held_against(new["bound"], new))
@@ -537,6 +542,7 @@ def main() -> None:
     parser.add_argument("--scaling", action="store_true", help="environments by kind and number")
     parser.add_argument("--appo", action="store_true", help="appo_async.py and Sample Factory")
     parser.add_argument("--sampler", action="store_true", help="its sampler and pure simulation")
+    parser.add_argument("--native", action="store_true", help="EnvPool in its workers, the same")
     parser.add_argument("--appo-sizes", action="store_true", help="8 to 64 environments a worker")
     if sys.argv[1:2] == ["--parts"]:  # of one case, in this process
         script, num_envs, seconds, *flags = sys.argv[2:]
@@ -557,10 +563,10 @@ def main() -> None:
     path = ROOT / "results" / "speed.csv"
     key = ("what", "task", "num_envs", "peer")
     order = [(case.name, case.task, str(case.num_envs), case.peer) for case in cases()]
-    special = [name for name in ("sizes", "appo", "sampler", "appo_sizes") if getattr(args, name)]
+    special = [name for name in ("sizes", "appo", *ALONE, "appo_sizes") if getattr(args, name)]
     wanted = set(special) or ({"quick"} if args.quick else {"quick", "main"})
     groups: dict[tuple, list[Case]] = {}
-    ways = {"sampler": compare_sampler, "appo_sizes": compare_sizes}
+    ways = dict.fromkeys(ALONE, compare_alone) | {"appo_sizes": compare_sizes}
     for case in cases():
         if args.only in f"{case.name}, {case.task}, {case.num_envs}" and case.group in wanted:
             case.steps //= 4 if args.quick else 1
