@@ -181,16 +181,22 @@ def speed_table() -> str:
     return table(head, rows)
 
 
+def alone_table(what: str, name: str) -> str:
+    head = ["environments", "pure simulation, steps/s", name, "ratio (rounds)"]
+    rows = [
+        [row["num_envs"], f"{int(row['theirs']):,}", f"{int(row['ours']):,}", row["ratio"]]
+        for row in read_csv(ROOT / "results" / "speed.csv")
+        if row["peer"] == SIMULATION and row["what"].startswith(what)
+    ]
+    return table(head, rows)
+
+
 def sampler_table() -> str:
-    head = ["environments", "pure simulation, steps/s", "the sampler alone", "its share (rounds)"]
-    rows = [row for row in read_csv(ROOT / "results" / "speed.csv") if row["peer"] == SIMULATION]
-    return table(
-        head,
-        [
-            [row["num_envs"], f"{int(row['theirs']):,}", f"{int(row['ours']):,}", row["ratio"]]
-            for row in rows
-        ],
-    )
+    return alone_table("appo_async.py, the sampler", "the sampler alone")
+
+
+def native_table() -> str:
+    return alone_table("EnvPool", "EnvPool in the workers")
 
 
 def groups() -> dict[tuple, list[dict]]:
@@ -334,7 +340,7 @@ TABLES = {
         "sizes": sizes_table,
     },
     "results/README.md": {"runs": runs_table},
-    "docs/async.md": {"sampler": sampler_table},
+    "docs/async.md": {"sampler": sampler_table, "native": native_table},
 }
 
 
