@@ -137,14 +137,15 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=reproduce.CORES, help="runs at a time")
     parser.add_argument("--out", type=Path, default=Path("runs/ablations"))
     args = parser.parse_args()
+    import matplotlib  # noqa: F401  (for draw: better to fail before the training)
     from record import code_hash, git, read_csv, write_csv
 
+    script, steps, *_ = TASKS[args.task]
+    if args.mutation and (count := len(mutants(script, args.only, args.mutation)) - 1) != 1:
+        parser.error(f"--mutation: {count} of {script}.py begin so, and it takes one")
     cells = make_cells(args.task, args.only, args.mutation, args.seeds, args.out)
-    if args.mutation and len(cells) == 1:
-        parser.error(f"--mutation: none of {TASKS[args.task][0]}.py begins so")
     pool = [cell for group in cells.values() for cell in group]
     code = reproduce.run(pool, args.jobs)
-    script, steps, *_ = TASKS[args.task]
     path = ROOT / "results" / "ablations.csv"
     origin = {"blocks": code_hash((ROOT / f"{script}.py").read_text())}
     origin |= {"commit": git("rev-parse", "--short", "HEAD").strip()}

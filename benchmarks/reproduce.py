@@ -95,7 +95,8 @@ class Cell:
     def start(self) -> bool:
         """Start or resume the run, unless another process has it. Returns whether it runs now."""
         self.run_dir.parent.mkdir(parents=True, exist_ok=True)
-        lock = os.open(self.run_dir.with_suffix(".lock"), os.O_CREAT | os.O_RDWR)
+        # not with_suffix: "...learning-rate=0.001" has a dot in it
+        lock = os.open(self.run_dir.with_name(f"{self.name}.lock"), os.O_CREAT | os.O_RDWR)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -198,7 +199,9 @@ def main() -> int:
     parser.add_argument("--list", action="store_true", help="show the commands, start nothing")
     argv = sys.argv[1:]
     split = argv.index("--") if "--" in argv else len(argv)
-    args, extra = parser.parse_args(argv[:split]), argv[split + 1 :]
+    args = parser.parse_args(argv[:split])
+    # --stop-at=1000 as --stop-at 1000
+    extra = [part for word in argv[split + 1 :] for part in re.split("(?<=^--stop-at)=", word)]
     if not args.sweep.is_file():
         fail(f"there is no {args.sweep}")
     if args.jobs < 1:

@@ -55,7 +55,7 @@ def breakout() -> None:
     window, last_step = 25_000, 500_000
     peers = read_csv(RESULTS / "peers" / "cleanrl_ppo_atari_breakout.csv")
     for seed in sorted({row["seed"] for row in peers}):
-        label = "CleanRL ppo_atari.py, 3 seeds" if seed == "1" else None
+        label = "CleanRL ppo_atari.py, 3 seeds (two to 300k)" if seed == "1" else None
         rows = [row for row in peers if row["seed"] == seed]
         axes.plot(*points(rows, window, last_step), color="0.65", linewidth=1, label=label)
     rows = read_csv(RESULTS / "peers" / "sb3_ppo_atari_breakout.csv")
@@ -109,6 +109,7 @@ def several_seeds() -> None:
         # 95 % interval of the mean, by drawing as many seeds with replacement
         draws = np.random.default_rng(0).integers(0, len(lines), (2000, len(lines)))
         low, high = np.percentile(lines[draws].mean(1), [2.5, 97.5], axis=0)
+        axes.margins(y=0.1)
         axes.fill_between(middle, low, high, color="C0", alpha=0.25, linewidth=0)
         axes.plot(middle, lines.mean(0), color="C0")
         if (env_id, script) in random:
@@ -172,7 +173,9 @@ def speed() -> None:
     axes.tick_params(axis="x", labelsize=7)
     axes.spines[["top", "right"]].set_visible(False)
     unique = dict(zip(*axes.get_legend_handles_labels()[::-1], strict=True))
-    axes.legend(unique.values(), unique.keys(), frameon=False, fontsize=7)
+    above = {"ncols": 2, "loc": "lower left", "bbox_to_anchor": (0, 1)}
+    axes.legend(unique.values(), unique.keys(), frameon=False, fontsize=7, **above)
+    axes.margins(y=0.01)
     figure.tight_layout()
     figure.savefig(RESULTS / "speed.png")
 

@@ -254,7 +254,8 @@ def interval(scores: list[np.ndarray], statistic) -> str:
     within each. Agarwal et al. 2021, "Deep reinforcement learning at the edge of the statistical
     precipice", arXiv 2108.13264. An environment with more seeds counts no more than another.
     """
-    rng, most = np.random.default_rng(0), math.lcm(*map(len, scores))
+    # a multiple of 4, so that there is a middle half
+    rng, most = np.random.default_rng(0), 4 * math.lcm(*map(len, scores))
 
     def joined(draws: list[np.ndarray]) -> np.ndarray:
         return np.concatenate([x.repeat(most // x.shape[1], axis=1) for x in draws], axis=1)

@@ -1,6 +1,7 @@
 """Keep results/ in step with the runs and with the code.
 
-    python scripts/record.py runs/RUN [...]    # add finished runs
+    python scripts/record.py runs/RUN [...]    # add finished runs; --replace: also in the place of
+                                               # a row with other arguments or another length
     python scripts/record.py --same            # compare today's code with that of older rows
 
 A run becomes one row of results/runs.csv and one curve in results/curves/. The script that ran is
@@ -149,8 +150,8 @@ def read_csv(path: Path) -> list[dict]:
         return list(csv.DictReader(file))
 
 
-def record(run_dir: Path) -> dict:
-    """Add one run to results/; a row of the same run is replaced. Returns the row."""
+def record(run_dir: Path, replace: bool) -> dict:
+    """Add one run to results/; a row of the same command is replaced. Returns the row."""
     import torch
 
     checkpoint = torch.load(run_dir / "checkpoint.pt", map_location="cpu", weights_only=True)
@@ -176,7 +177,11 @@ def record(run_dir: Path) -> dict:
     row = {k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()}
 
     results = ROOT / "results"
-    rows = [old for old in read_csv(results / "runs.csv") if old["run"] != name] + [row]
+    rows = read_csv(results / "runs.csv")
+    for old in rows:
+        if old["run"] == name and old["command"] != row["command"] and not replace:
+            sys.exit(f"error: {name} is the row of `{old['command']}`: --replace takes its place")
+    rows = [old for old in rows if old["run"] != name] + [row]
     write_csv(results / "runs.csv", sorted(rows, key=lambda row: row["run"]), COLUMNS)
     events = read_events(run_dir)
     columns = ["step", "seconds", "return", "games"]
@@ -237,6 +242,7 @@ def check_rows() -> None:
 if __name__ == "__main__":
     if sys.argv[1:] == ["--same"]:
         sys.exit(check_rows())
-    for run_dir in sys.argv[1:] or sys.exit(__doc__):
-        row = record(Path(run_dir))
+    words = [word for word in sys.argv[1:] if word != "--replace"]
+    for run_dir in words or sys.exit(__doc__):
+        row = record(Path(run_dir), replace="--replace" in sys.argv)
         print(row["run"], row["return_last100"], row["eval_mean"])

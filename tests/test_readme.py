@@ -12,6 +12,7 @@ from conftest import ROOT, SCRIPTS, TINY, load_script, source_of
 
 sys.path.insert(0, str(ROOT / "scripts"))
 import readme
+import record
 from record import code_hash, curve
 
 README = (ROOT / "README.md").read_text()
@@ -38,6 +39,33 @@ def test_intervals_draw_seeds_within_each_environment():
     unequal = readme.interval([np.zeros(2), np.ones(3)], lambda x: x.mean(1))
     assert unequal == "0.50 (0.50 to 0.50)"
     assert readme.interquartile_mean(np.array([[9.0, 0.0, 1.0, 2.0]])) == 1.5
+    # of six scores the middle half is three: two whole ones, and half of each neighbor
+    six = [np.array([0.0, 1.0, 2.0]), np.array([3.0, 4.0, 11.0])]
+    assert readme.interval(six, readme.interquartile_mean).startswith("2.50 (")
+    six[1][1] = 10.0
+    assert readme.interval(six, readme.interquartile_mean).startswith("3.50 (")
+
+
+def test_a_row_is_replaced_by_its_own_command_only(tmp_path, monkeypatch):
+    """Else a run with another learning rate would silently become the published one."""
+    ppo = load_script("ppo")
+    monkeypatch.setattr(record, "ROOT", tmp_path)
+    monkeypatch.setattr(record, "commit_of", lambda script, source: "0000000")
+    (tmp_path / "results" / "curves").mkdir(parents=True)
+
+    def recorded(folder, replace=False, **arguments):
+        sizes = {"total_timesteps": 2048, "eval_episodes": 0, "run_dir": str(tmp_path / folder)}
+        ppo.train(ppo.Args(**sizes, **arguments))
+        row = record.record(tmp_path / folder, replace)
+        (kept,) = record.read_csv(tmp_path / "results" / "runs.csv")
+        assert kept["command"] == row["command"]
+        return row
+
+    first = recorded("first")
+    assert recorded("again")["return_last100"] == first["return_last100"]
+    with pytest.raises(SystemExit, match=r"CartPole-v1__ppo__1 is the row of .*--replace"):
+        recorded("other", learning_rate=0.01)
+    assert "--learning-rate 0.02" in recorded("forced", True, learning_rate=0.02)["command"]
 
 
 def test_a_pause_is_no_training():

@@ -168,6 +168,16 @@ def test_reproduce_runs_each_cell_once(tmp_path):
     assert [path.stat().st_mtime_ns for path in results] == before
 
 
+def test_reproduce_keeps_cells_apart_whose_names_have_dots(tmp_path):
+    rates = SMALL["parameters"] | {"learning-rate": {"values": [0.001, 0.0003]}}
+    sweep = SMALL | {"parameters": rates | {"env-id": {"value": "CartPole-v1"}}}
+    flags = ["--jobs", "4", "--", "--eval-episodes", "0", "--stop-at=1024"]
+    for _ in range(2):  # the second time all have come as far as they are asked to
+        code, output = finish(start(tmp_path, sweep, *flags))
+        assert code == 0 and output.splitlines()[-1] == "4 of 4 done, 0 running"
+        assert "another process" not in output
+
+
 def test_reproduce_goes_on_after_ctrl_c(tmp_path):
     two = SMALL["parameters"] | {"env-id": {"value": "CartPole-v1"}}
     sweep = SMALL | {"parameters": two | {"total-timesteps": {"value": 40_000}}}
@@ -336,10 +346,15 @@ def test_compare_with_published(compare, tmp_path):
     ],
 )
 def test_compare_speed(compare, ratio, code, verdict, tmp_path):
-    row = {"what": "ppo.py", "task": "CartPole", "num_envs": 4, "peer": "sb3"}
+    row = {"what": "ppo.py", "task": "CartPole", "num_envs": 4, "peer": "sb3", "rounds": 3}
     old = write(tmp_path / "old.csv", [row | {"ratio": "1.35 (1.25 to 1.45)"}])
     found, output = compare(old, write(tmp_path / "new.csv", [row | {"ratio": ratio}]))
     assert found == code and verdict in output
+    # of two rounds both are below the other two by chance in one of six cases
+    two = write(tmp_path / "two.csv", [row | {"ratio": ratio, "rounds": 2}])
+    for pair in ((old, two), (two, old)):
+        found, output = compare(*pair)
+        assert found == 0 and "three rounds a side are needed to tell" in output
 
 
 def test_compare_refuses_other_files(compare, tmp_path):
@@ -392,6 +407,16 @@ def test_ablations_lack_one_detail_each(ablate):
     wasted = "the reset takes a step of its own, whose action is ignored"
     for script, _, _ in ablate.TASKS.values():
         assert set(ablate.mutants(script, why="the reset takes")) == {"all details", wasted}
+
+
+@pytest.mark.parametrize(("why", "count"), [("no such mutation", 0), ("the value", 4)])
+def test_ablate_takes_one_mutation(why, count, ablate, monkeypatch, capsys, tmp_path):
+    """Several would share a folder, and one of them be trained under the names of all."""
+    monkeypatch.setattr(sys, "argv", ["ablate.py", "--mutation", why, "--out", str(tmp_path)])
+    with pytest.raises(SystemExit) as end:
+        ablate.main()
+    assert end.value.code == 2 and not list(tmp_path.iterdir())
+    assert f"--mutation: {count} of ppo.py begin so, and it takes one" in capsys.readouterr().err
 
 
 def test_ablation_rows_are_of_todays_code():
