@@ -19,7 +19,8 @@ processes is a byte that says "look again".
 
 Differs from ppo_atari.py in:
 - Arguments: the sampler's sizes, V-trace, --rnn, ViZDoom's --reward-scale; shorter rollouts
-- Environment: ViZDoom too; the workers are this file's own, so no --vector-mode
+- Environment: ViZDoom too; the workers are this file's own, so no --vector-mode, and no
+  --bootstrap-truncated
 - Agent: --rnn gru puts a recurrent core behind the Nature-CNN
 - Advantages: V-trace, since the policy that acted is older than the one that learns
 - Training: the three kinds of processes
@@ -37,6 +38,7 @@ Not reproducible: which trajectories make a batch depends on timing. --serial is
 
 import atexit
 import copy
+import errno
 import io
 import itertools
 import json
@@ -79,12 +81,15 @@ except ModuleNotFoundError as error:
 
 
 # === Arguments
+CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 @dataclass
 class Args:
     env_id: str = "BreakoutNoFrameskip-v4"  # environment; module:Name-v0 imports your own
     total_timesteps: int = 10_000_000  # agent steps, summed over the environments
     learning_rate: float = 2.5e-4  # Adam's step size at the start
-    num_workers: int = os.cpu_count() or 1  # processes that step environments
+    num_workers: int = CORES  # processes that step environments
     envs_per_worker: int = 8  # environments in each of them
     num_splits: int = 2  # parts of a worker's environments: one steps while others wait; 1: off
     num_policy_workers: int = 1  # processes that choose the actions
@@ -97,7 +102,7 @@ class Args:
     update_epochs: int = 1  # passes over the batch in one update
     rho_bar: float = 1.0  # V-trace: bound of the ratio that weighs a temporal difference
     c_bar: float = 1.0  # V-trace: bound of the ratio that carries one back in time
-    max_policy_lag: int = 1000  # samples of a policy that is older, in updates, are left out
+    max_policy_lag: int = 1000  # older samples, in updates, are left out; none left: an error
     norm_adv: bool = True  # normalize advantages, minibatch by minibatch
     clip_coef: float = 0.1  # how far the ratio (and the value) may move
     anneal_clip_coef: bool = False  # clip-coef falls linearly to 0 as well
@@ -281,7 +286,7 @@ def make_envs(args: Args, num_envs: int, seed: int, frozen: dict | None = None):
         env = gym.make(args.env_id, **({"render_mode": "rgb_array"} if video else {}))
         # innermost: whole games and raw scores, whatever the wrappers make of them
         env = gym.wrappers.RecordEpisodeStatistics(env)
-        if args.env_id.startswith("Vizdoom"):
+        if env.spec.id.startswith("Vizdoom"):
             if video:  # 35 frames a second, of which one in 4 is seen
                 folder = f"{args.run_dir}/videos/game-{index}"
                 env = gym.wrappers.RecordVideo(env, folder, lambda game: game == 0, fps=9)
@@ -305,7 +310,14 @@ def make_envs(args: Args, num_envs: int, seed: int, frozen: dict | None = None):
     # would learn from that step although its action is ignored.
     make = [lambda i=i: make_env(i) for i in range(num_envs)]
     envs = gym.vector.SyncVectorEnv(make, autoreset_mode=gym.vector.AutoresetMode.SAME_STEP)
-    return envs, envs.reset(seed=seed)[0]
+    # Ctrl-C is for the process that saves: ViZDoom's programs, which the reset starts, are born
+    # with the signal blocked
+    mask = getattr(signal, "pthread_sigmask", None)  # Windows has none
+    before = mask and mask(signal.SIG_BLOCK, {signal.SIGINT})
+    obs = envs.reset(seed=seed)[0]
+    if mask:
+        mask(signal.SIG_SETMASK, before)
+    return envs, obs
 
 
 def finished_episodes(infos: dict):
@@ -443,8 +455,9 @@ def compute_vtrace(
     # [core 5] Generalized Advantage Estimation is what this comes to if all ratios are 1
     # [appo 5] V-trace: a step that the policy would take less often now counts less (rho), and so
     # does, from there on, all that followed it (c). A ratio above 1 is cut, which bounds variance.
-    # IMPALA's gradient uses rho_t * (r_t + gamma * v_{t+1} - V(s_t)); here the whole target, v_t -
-    # V(s_t), is the advantage, so that lambda has its part in it.
+    # With lambda 1 the advantage v_t - V(s_t) is the factor of IMPALA's gradient, rho_t * (r_t +
+    # gamma * v_{t+1} - V(s_t)). PPO's loss multiplies it by the ratio once more, as in Sample
+    # Factory: a step that has become half as likely counts a quarter.
     nextvalues = torch.cat((values[1:], next_value.unsqueeze(0)))
     nextnonterminal = 1.0 - torch.cat((dones[1:], next_done.unsqueeze(0)))
     deltas = ratios.clamp(max=rho_bar) * (rewards + gamma * nextvalues * nextnonterminal - values)
@@ -672,9 +685,9 @@ class Team:
             return
         setproctitle("appo learner")
         shared.share()
-        self.processes = [self.start(member) for member in range(len(self.members))]
         self.deaths = [(-1, 0)] * args.num_workers  # trajectories at the last one, and how many
-        atexit.register(self.close)
+        atexit.register(self.close)  # if a start fails, those that have started are to stop
+        self.processes = [self.start(member) for member in range(len(self.members))]
 
     def start(self, member: int):
         context = torch.multiprocessing.get_context("spawn")
@@ -684,8 +697,10 @@ class Team:
         # The tracker comes first, because its start would unblock them.
         multiprocessing.resource_tracker.ensure_running()
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
-        process.start()
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
+        try:
+            process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
         return process
 
     def wait(self):
@@ -754,7 +769,7 @@ def train(args: Args) -> dict:
     version = global_step // args.batch_size
     shared.publish(agent, version)
     if args.compile:
-        # [beyond 3] Compiled once, for the batch of an update
+        # [beyond 3] Compiled for the batch of an update, and for a minibatch if that is smaller
         agent.get_action_and_value = torch.compile(agent.get_action_and_value, dynamic=False)
 
     # [core 1] Vectorized architecture: num_workers * envs_per_worker environments, each of which
@@ -764,7 +779,8 @@ def train(args: Args) -> dict:
     x = shared.arrays()
     megabytes = sum(tensor.nbytes for tensor in shared.tensors()) / 1e6
     environments = f"{args.num_workers} x {args.envs_per_worker} environments"
-    print(f"{environments}, {megabytes:,.0f} MB of shared memory", flush=True)
+    print(f"{environments}, {megabytes:,.0f} MB of shared memory")
+    print("lag: min/mean/max in updates; waiting, of all time: rollout/policy/learner", flush=True)
     while not x.asked.all():
         team.wait()
     finished_trajectories, seen = deque(), [0] * args.total_splits
@@ -780,13 +796,17 @@ def train(args: Args) -> dict:
         # [aux 1] Clip range annealing
         clip_coef = args.clip_coef * (frac if args.anneal_clip_coef else 1.0)
 
-        while len(finished_trajectories) < num_columns:
-            team.wait()
+        team.look_after()
+        # Looked for before every update, also if there are enough: the oldest are learned first
+        while True:
             for split in range(args.total_splits):
                 while seen[split] < x.filled[split]:
                     slot = split * args.slots_per_split + seen[split] % args.slots_per_split
                     finished_trajectories.extend((slot, i) for i in range(args.envs_per_split))
                     seen[split] += 1
+            if len(finished_trajectories) >= num_columns:
+                break
+            team.wait()
         columns = [finished_trajectories.popleft() for _ in range(num_columns)]
         (obs, dones, hidden, actions, logprobs, rewards, values, versions, episodes) = (
             torch.stack([tensor[slot, :, i] for slot, i in columns], dim=1).to(device)
@@ -808,7 +828,8 @@ def train(args: Args) -> dict:
         # [appo 4] Policy lag, in updates: the policy that chose has been replaced so many times
         lag = version - versions[:-1]
         if lag.min() > args.max_policy_lag:
-            raise TimeoutError(f"no sample is left: all lag by more than {args.max_policy_lag}")
+            cure = "use fewer environments, a larger batch or a higher --max-policy-lag"
+            raise TimeoutError(f"all samples lag by more than {args.max_policy_lag}: {cure}")
 
         # What the network says of the batch before its first step. If that step uses the whole
         # batch, it learns from this very pass, which saves a quarter of the update.
@@ -912,7 +933,7 @@ def train(args: Args) -> dict:
         metrics["losses/explained_variance"] = 1.0 - unexplained.item()
         metrics["charts/learning_rate"] = optimizer.param_groups[0]["lr"]
         metrics["charts/policy_lag_min"] = lag.min().item()
-        metrics["charts/policy_lag_mean"] = lag.double().mean().item()
+        metrics["charts/policy_lag_mean"] = lag.float().mean().item()
         metrics["charts/policy_lag_max"] = lag.max().item()
         # the share of the time that each kind of process has waited: who does not is the bottleneck
         waits = shared.seconds_waited.split((args.num_workers, args.num_policy_workers, 1))
@@ -956,9 +977,10 @@ def check(args: Args) -> None:
         "ent_coef vf_coef seed eval_episodes rho_bar c_bar max_policy_lag": (0, 10**9),
         "learning_rate gamma gae_lambda": (0, 1),
     }
-    for name, (low, high) in ((name, limits[key]) for key in limits for name in key.split()):
-        if (value := getattr(args, name)) is not None and not low <= value <= high:
-            fail(name, f"{value} is not between {low} and {high}")
+    for names, (low, high) in limits.items():
+        for name in names.split():
+            if (value := getattr(args, name)) is not None and not low <= value <= high:
+                fail(name, f"{value} is not between {low} and {high}")
     unit = args.minibatch_size if args.rnn == "gru" else args.batch_size
     if unit % args.num_steps:
         fail(
@@ -977,6 +999,8 @@ def check(args: Args) -> None:
         fail("serial", "the processes need Linux or macOS: on Windows, use --serial")
     if args.evaluate and (args.resume or not args.eval_episodes):
         fail("evaluate", "needs --eval-episodes of at least 1, and no --resume")
+    if args.capture_video and not args.eval_episodes:
+        fail("capture_video", "films the evaluation: needs --eval-episodes of at least 1")
     if args.device != "auto" and not torch.get_device_module(args.device).device_count():
         fail("device", f"PyTorch {torch.__version__} finds no {args.device} here: use --device cpu")
     folder = Path(args.run_dir or "runs").absolute()
@@ -990,7 +1014,7 @@ def check(args: Args) -> None:
 
 
 def try_out(args: Args) -> None:
-    """Use what the run will need once: what can fail in any way is best tried."""
+    """Use once what the run will need: where much can go wrong, trying is the best check."""
     flag = "env_id"
     try:
         env = gym.make(args.env_id)
@@ -1021,7 +1045,7 @@ def try_out(args: Args) -> None:
         if args.compile:
             flag = "compile"
             torch.compile(torch.sin)(torch.ones(1))
-    except gym.error.NameNotFound as error:
+    except (gym.error.NameNotFound, gym.error.NamespaceNotFound) as error:
         hint = "Atari: ppo_atari.py, ViZDoom: ppo_multidiscrete.py, your own: module:Name-v0"
         fail(flag, f"{error} ({hint})")
     except Exception as error:
@@ -1060,7 +1084,8 @@ def load(flag: str, run_dir: str) -> dict:
 def save(args: Args, run: dict, **state) -> dict:
     """Write checkpoint.pt beside the old one, then rename: a kill leaves one of the two, whole."""
     run = run | state | {"script": SCRIPT, "args": asdict(args)}
-    run["rng"] = [torch.get_rng_state(), *torch.cuda.get_rng_state_all()]
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    run["rng"] = [torch.get_rng_state(), *cuda]
     buffer = io.BytesIO()
     torch.save(run, buffer)
     path = Path(args.run_dir, "checkpoint.pt")
@@ -1099,9 +1124,11 @@ def open_run(args: Args) -> tuple[dict, SummaryWriter]:
     run = {"global_step": 0, "seconds": 0.0, "episodes": 0, "returns": [], "wandb_id": None}
     if args.resume:
         run = load("resume", args.resume)
-    name = re.sub("[/:]", "-", f"{args.env_id}__{SCRIPT}__{args.seed}__{int(time.time())}")
-    args.run_dir = args.resume or args.run_dir or f"runs/{name}"
-    os.makedirs(args.run_dir, exist_ok=True)
+    name = f"{args.env_id}__{SCRIPT}__{args.seed}__{int(1000 * time.time())}"
+    name = re.sub("[/:]", "-", name)
+    chosen = args.resume or args.run_dir
+    args.run_dir = chosen or f"runs/{name}"
+    os.makedirs(args.run_dir, exist_ok=bool(chosen))
     Path(args.run_dir, "args.json").write_text(json.dumps(asdict(args), indent=1))
     shutil.copyfile(__file__, Path(args.run_dir, "source.py"))
     if args.track:
@@ -1141,7 +1168,7 @@ def log(args: Args, run: dict, writer: SummaryWriter, metrics: dict, last: bool)
         roles = ("rollout", "policy", "learner")
         waiting = "/".join(f"{metrics[f'charts/waiting_{role}']:.0%}" for role in roles)
         line = f"{step:,} of {goal:,} steps | return {mean:.1f} | {4 * sps:,.0f} frames/s"
-        line += f" | {left} left | lag {lag} | waiting {waiting} (rollout/policy/learner)"
+        line += f" | lag {lag} | waiting {waiting} | {left} left"
         start, end = ("\r\033[K", "\n" if last else "") if live else ("", "\n")
         width = shutil.get_terminal_size().columns - 1 if live else None
         print(start + line[:width], end=end, flush=True)
@@ -1155,7 +1182,8 @@ def evaluate(args: Args, run: dict) -> list[float]:
     """
     print(f"playing {args.eval_episodes} games", flush=True)
     device, scores = pick_device(args), {}
-    with torch.random.fork_rng(range(torch.cuda.device_count())), torch.inference_mode():
+    gpus = range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0)
+    with torch.random.fork_rng(gpus), torch.inference_mode():
         torch.manual_seed(args.seed)
         envs, obs = make_envs(args, args.eval_episodes, args.seed + 10**9, frozen=run)
         agent = Agent(envs, args).to(device)
@@ -1169,9 +1197,11 @@ def evaluate(args: Args, run: dict) -> list[float]:
             for i, episodic_return, _ in finished_episodes(infos):
                 scores.setdefault(i, episodic_return)
         envs.close()
+    if len(scores) < args.eval_episodes:  # a signal: what has ended so far are the short games
+        print("no score: not all games have ended")
+        return []
     scores = list(scores.values())
-    if scores:
-        print(f"score {np.mean(scores):.1f} ± {np.std(scores):.1f} over {len(scores)} games")
+    print(f"score {np.mean(scores):.1f} ± {np.std(scores):.1f} over {len(scores)} games")
     return scores
 
 
@@ -1193,9 +1223,9 @@ def close_run(args: Args, run: dict, writer: SummaryWriter, finished: bool) -> d
     run_dir, stop_at = shlex.quote(args.run_dir), args.stop_at or 0
     flags = f" --stop-at {stop_at}" if stop_at > run["global_step"] else ""
     flags = f" --total-timesteps {2 * args.total_timesteps}" if finished else flags
-    print(f"watch:  python {sys.argv[0]} --evaluate {run_dir} --capture-video")
-    label = "longer:" if finished else "go on: "
-    print(f"{label} python {sys.argv[0]} --resume {run_dir}{flags}")
+    script, label = shlex.quote(sys.argv[0]), "longer:" if finished else "go on: "
+    print(f"watch:  python {script} --evaluate {run_dir} --capture-video")
+    print(f"{label} python {script} --resume {run_dir}{flags}")
     print(f"curves: tensorboard --logdir {shlex.quote(str(Path(args.run_dir).parent))}")
     return result
 
@@ -1209,10 +1239,10 @@ def parse(argv: list[str] | None = None) -> Args:
         saved = replace(run["args"], resume=None, evaluate=None, stop_at=None, run_dir=run_dir)
         if args.evaluate:  # the run may have been trained without an evaluation
             saved.eval_episodes = saved.eval_episodes or Args.eval_episodes
-            saved.capture_video = False
+            saved.capture_video = saved.track = saved.compile = False
         args = tyro.cli(Args, args=argv, default=saved)
         if (args.env_id, args.run_dir) != (saved.env_id, run_dir):
-            fail(flag, f"{run_dir} is a run of {saved.env_id}, and stays both")
+            fail(flag, f"{run_dir} keeps its --env-id {saved.env_id} and its directory")
         if args.rnn != saved.rnn:
             fail(flag, f"{run_dir} is a run with --rnn {saved.rnn}")
         batch_size = args.batch_size
@@ -1226,7 +1256,7 @@ def parse(argv: list[str] | None = None) -> Args:
 
 def request_stop(signum: int, frame: object) -> None:
     """End the run after this iteration. A second signal ends it at once."""
-    print("\nstopping after this iteration; a second signal ends at once", flush=True)
+    print("\nstopping soon; a second signal ends at once", flush=True)
     STOP.append(signum)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -1241,4 +1271,7 @@ if __name__ == "__main__":
     try:
         evaluate(args, load("evaluate", args.evaluate)) if args.evaluate else train(args)
     except (FloatingPointError, OSError) as error:  # a gradient gone wrong, a full disk
+        disk = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
+        if getattr(error, "errno", None) not in (None, *disk):
+            raise  # the disk is not to blame: perhaps the environment is
         sys.exit(f"error: {error}; what was saved in {args.run_dir} is kept")

@@ -17,6 +17,7 @@ Expected: CartPole-v1, 500k steps: 466 to 500 over the last 100 episodes (seeds 
     python ppo.py --evaluate runs/RUN --capture-video    # ten games, as MP4 in runs/RUN/videos
 """
 
+import errno
 import io
 import json
 import math
@@ -270,7 +271,7 @@ def train(args: Args) -> dict:
             if args.bootstrap_truncated and (cut := truncated & ~terminated).any():
                 # [beyond 1] An episode that a time limit cut off would have gone on. What that
                 # would be worth joins its last reward, since GAE sees an end there and stops.
-                final_obs = tensor(np.stack(infos["final_obs"][cut]))
+                final_obs = tensor(np.stack(infos["final_obs"][cut]), obs.dtype)
                 with torch.inference_mode():
                     rewards[step, tensor(cut)] += args.gamma * agent.get_value(final_obs)
             for _, episodic_return, episodic_length in finished_episodes(infos):
@@ -390,9 +391,10 @@ def check(args: Args) -> None:
         "ent_coef vf_coef seed eval_episodes": (0, 10**9),
         "learning_rate gamma gae_lambda": (0, 1),
     }
-    for name, (low, high) in ((name, limits[key]) for key in limits for name in key.split()):
-        if (value := getattr(args, name)) is not None and not low <= value <= high:
-            fail(name, f"{value} is not between {low} and {high}")
+    for names, (low, high) in limits.items():
+        for name in names.split():
+            if (value := getattr(args, name)) is not None and not low <= value <= high:
+                fail(name, f"{value} is not between {low} and {high}")
     batch_size = args.num_envs * args.num_steps
     if batch_size % args.num_minibatches:
         fail("num_minibatches", f"{args.num_minibatches} does not divide the batch of {batch_size}")
@@ -402,6 +404,8 @@ def check(args: Args) -> None:
         fail("total_timesteps", f"{args.total_timesteps} is less than one batch of {batch_size}")
     if args.evaluate and (args.resume or not args.eval_episodes):
         fail("evaluate", "needs --eval-episodes of at least 1, and no --resume")
+    if args.capture_video and not args.eval_episodes:
+        fail("capture_video", "films the evaluation: needs --eval-episodes of at least 1")
     if args.device != "auto" and not torch.get_device_module(args.device).device_count():
         fail("device", f"PyTorch {torch.__version__} finds no {args.device} here: use --device cpu")
     folder = Path(args.run_dir or "runs").absolute()
@@ -415,7 +419,7 @@ def check(args: Args) -> None:
 
 
 def try_out(args: Args) -> None:
-    """Use what the run will need once: what can fail in any way is best tried."""
+    """Use once what the run will need: where much can go wrong, trying is the best check."""
     flag = "env_id"
     try:
         env = gym.make(args.env_id)
@@ -440,7 +444,7 @@ def try_out(args: Args) -> None:
         if args.compile:
             flag = "compile"
             torch.compile(torch.sin)(torch.ones(1))
-    except gym.error.NameNotFound as error:
+    except (gym.error.NameNotFound, gym.error.NamespaceNotFound) as error:
         hint = "Atari: ppo_atari.py, ViZDoom: ppo_multidiscrete.py, your own: module:Name-v0"
         fail(flag, f"{error} ({hint})")
     except Exception as error:
@@ -470,7 +474,8 @@ def load(flag: str, run_dir: str) -> dict:
 def save(args: Args, run: dict, **state) -> dict:
     """Write checkpoint.pt beside the old one, then rename: a kill leaves one of the two, whole."""
     run = run | state | {"script": SCRIPT, "args": asdict(args)}
-    run["rng"] = [torch.get_rng_state(), *torch.cuda.get_rng_state_all()]
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    run["rng"] = [torch.get_rng_state(), *cuda]
     buffer = io.BytesIO()
     torch.save(run, buffer)
     path = Path(args.run_dir, "checkpoint.pt")
@@ -509,9 +514,11 @@ def open_run(args: Args) -> tuple[dict, SummaryWriter]:
     run = {"global_step": 0, "seconds": 0.0, "episodes": 0, "returns": [], "wandb_id": None}
     if args.resume:
         run = load("resume", args.resume)
-    name = re.sub("[/:]", "-", f"{args.env_id}__{SCRIPT}__{args.seed}__{int(time.time())}")
-    args.run_dir = args.resume or args.run_dir or f"runs/{name}"
-    os.makedirs(args.run_dir, exist_ok=True)
+    name = f"{args.env_id}__{SCRIPT}__{args.seed}__{int(1000 * time.time())}"
+    name = re.sub("[/:]", "-", name)
+    chosen = args.resume or args.run_dir
+    args.run_dir = chosen or f"runs/{name}"
+    os.makedirs(args.run_dir, exist_ok=bool(chosen))
     Path(args.run_dir, "args.json").write_text(json.dumps(asdict(args), indent=1))
     shutil.copyfile(__file__, Path(args.run_dir, "source.py"))
     if args.track:
@@ -560,7 +567,8 @@ def evaluate(args: Args, run: dict) -> list[float]:
     """
     print(f"playing {args.eval_episodes} games", flush=True)
     device, scores = pick_device(args), {}
-    with torch.random.fork_rng(range(torch.cuda.device_count())), torch.inference_mode():
+    gpus = range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0)
+    with torch.random.fork_rng(gpus), torch.inference_mode():
         torch.manual_seed(args.seed)
         envs, obs = make_envs(args, args.eval_episodes, args.seed + 10**9, frozen=run)
         agent = Agent(envs, args).to(device)
@@ -571,9 +579,11 @@ def evaluate(args: Args, run: dict) -> list[float]:
             for i, episodic_return, _ in finished_episodes(infos):
                 scores.setdefault(i, episodic_return)
         envs.close()
+    if len(scores) < args.eval_episodes:  # a signal: what has ended so far are the short games
+        print("no score: not all games have ended")
+        return []
     scores = list(scores.values())
-    if scores:
-        print(f"score {np.mean(scores):.1f} ± {np.std(scores):.1f} over {len(scores)} games")
+    print(f"score {np.mean(scores):.1f} ± {np.std(scores):.1f} over {len(scores)} games")
     return scores
 
 
@@ -595,9 +605,9 @@ def close_run(args: Args, run: dict, writer: SummaryWriter, finished: bool) -> d
     run_dir, stop_at = shlex.quote(args.run_dir), args.stop_at or 0
     flags = f" --stop-at {stop_at}" if stop_at > run["global_step"] else ""
     flags = f" --total-timesteps {2 * args.total_timesteps}" if finished else flags
-    print(f"watch:  python {sys.argv[0]} --evaluate {run_dir} --capture-video")
-    label = "longer:" if finished else "go on: "
-    print(f"{label} python {sys.argv[0]} --resume {run_dir}{flags}")
+    script, label = shlex.quote(sys.argv[0]), "longer:" if finished else "go on: "
+    print(f"watch:  python {script} --evaluate {run_dir} --capture-video")
+    print(f"{label} python {script} --resume {run_dir}{flags}")
     print(f"curves: tensorboard --logdir {shlex.quote(str(Path(args.run_dir).parent))}")
     return result
 
@@ -611,10 +621,10 @@ def parse(argv: list[str] | None = None) -> Args:
         saved = replace(run["args"], resume=None, evaluate=None, stop_at=None, run_dir=run_dir)
         if args.evaluate:  # the run may have been trained without an evaluation
             saved.eval_episodes = saved.eval_episodes or Args.eval_episodes
-            saved.capture_video = False
+            saved.capture_video = saved.track = saved.compile = False
         args = tyro.cli(Args, args=argv, default=saved)
         if (args.env_id, args.run_dir) != (saved.env_id, run_dir):
-            fail(flag, f"{run_dir} is a run of {saved.env_id}, and stays both")
+            fail(flag, f"{run_dir} keeps its --env-id {saved.env_id} and its directory")
         batch_size = args.num_envs * args.num_steps
         if args.resume and run["global_step"] // batch_size >= args.total_timesteps // batch_size:
             fail(flag, f"{run_dir} is finished: go further with --total-timesteps")
@@ -626,7 +636,7 @@ def parse(argv: list[str] | None = None) -> Args:
 
 def request_stop(signum: int, frame: object) -> None:
     """End the run after this iteration. A second signal ends it at once."""
-    print("\nstopping after this iteration; a second signal ends at once", flush=True)
+    print("\nstopping soon; a second signal ends at once", flush=True)
     STOP.append(signum)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -641,4 +651,7 @@ if __name__ == "__main__":
     try:
         evaluate(args, load("evaluate", args.evaluate)) if args.evaluate else train(args)
     except (FloatingPointError, OSError) as error:  # a gradient gone wrong, a full disk
+        disk = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
+        if getattr(error, "errno", None) not in (None, *disk):
+            raise  # the disk is not to blame: perhaps the environment is
         sys.exit(f"error: {error}; what was saved in {args.run_dir} is kept")

@@ -66,6 +66,17 @@ for env_id, kwargs in BAD.items():
     gym.register(f"Continuous{env_id}", SpoiledContinuousClock, kwargs=kwargs)
 
 
+class NoLevel(Clock):
+    """Reads a file that is not there."""
+
+    def step(self, action):
+        with open("no-such-level"):
+            return super().step(action)
+
+
+gym.register("NoLevel-v0", NoLevel)
+
+
 class FuseAtari(ToyAtari):
     """A game that fails once there is a file `fuse`, and hangs once there is a file `hang`."""
 

@@ -179,7 +179,7 @@ def test_roles_memory_messages_and_ctrl_c(start, tmp_path):
     os.killpg(run.process.pid, signal.SIGINT)
     assert run.ends() == 0
     assert run.err == ""
-    assert run.out.count("stopping after this iteration") == 1
+    assert run.out.count("stopping soon") == 1
     step = checkpoint("appo_async", tmp_path / "run")["global_step"]
     assert step > 32
     again = run_script(*printed_command(run.out), "--stop-at", step + 1, cwd=tmp_path)
@@ -403,6 +403,31 @@ def test_vizdoom_leaves_nothing(end, start, tmp_path):
     assert run.ends(10) == (0 if end == "ctrl-c" else -signum)
     assert run.err == ""
     assert not files({name[-10:] for name in second.values()})
+
+
+def test_ctrl_c_where_the_learner_plays(start, tmp_path):
+    """ViZDoom's programs that it starts itself do not hear it; their id may name a module."""
+    tiny = ["--num-workers", 1, "--envs-per-worker", 2, "--num-steps", 8, "--minibatch-size", 16]
+    doom = ["--env-id", "vizdoom.gymnasium_wrapper:VizdoomBasic-v1", "--device", "cpu"]
+    run = start("--serial", *doom, *tiny, "--checkpoint-every", 1000)
+    run.working()
+    assert len(engines(run)) == 2
+    os.killpg(run.process.pid, signal.SIGINT)
+    assert run.ends() == 0, run.err
+    assert run.err == ""
+    assert checkpoint("appo_async", tmp_path / "run")["global_step"] > 16
+
+
+def test_a_worker_that_cannot_be_started_ends_the_run(start, tmp_path):
+    """For want of memory, or of open files: those that have started must not wait for ever."""
+    source, line = source_of("appo_async"), "            process.start()\n"
+    assert source.count(line) == 1
+    script = tmp_path / "appo_async.py"
+    failing = "            process.start() if member < 1 else os.open(os.devnull, -1)\n"
+    script.write_text(source.replace(line, failing))
+    run = start(*ENDLESS, script=script)
+    assert run.ends() == 1
+    assert "os.open" in run.err
 
 
 # === Too little shared memory

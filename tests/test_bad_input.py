@@ -25,9 +25,6 @@ SPACES = {  # environment: its observation space and its action space
     "ContinuousMatrix-v0": (Box(0, 1, (3, 3), np.float32), FORCE),
     "ContinuousDictObs-v0": (Dict(a=VECTOR), FORCE),
     "ContinuousDiscreteObs-v0": (Discrete(3), FORCE),
-    "Unbounded-v0": (VECTOR, Box(-np.inf, np.inf, (2,), np.float32)),
-    "HalfBounded-v0": (VECTOR, Box(0, np.inf, (2,), np.float32)),
-    "OneUnbounded-v0": (VECTOR, Box(np.zeros(2, "f"), np.array([1, np.inf], "f"))),
     "IntegerAction-v0": (VECTOR, Box(-1, 1, (2,), np.int32)),
     "NumberAction-v0": (VECTOR, Box(-1, 1, (), np.float32)),
     "HalfPrecision-v0": (VECTOR, Box(-1, 1, (2,), np.float16)),
@@ -159,7 +156,6 @@ CONTINUOUS = [
         "must be a Box of floats",
         "DictAction-v0 TupleAction-v0 IntegerAction-v0 NumberAction-v0 HalfPrecision-v0",
     ),
-    *envs("must have bounds", "Unbounded-v0 HalfBounded-v0 OneUnbounded-v0"),
     *envs("must be a flat Box", "ImageContinuous-v0 ContinuousMatrix-v0"),
     *envs("FlattenObservation", "ContinuousDictObs-v0 ContinuousDiscreteObs-v0"),
     *envs("v2 and v3 based environments have been moved", "HalfCheetah-v2 Humanoid-v3"),
@@ -425,6 +421,19 @@ def test_checkpoint_of_another_script_with_other_arguments(run_dir, capsys):
     assert "was written by ppo_atari.py" in line
 
 
+def test_a_film_of_no_game(script, capsys):
+    line = refusal(script, ["--capture-video", "--eval-episodes", "0"], capsys)
+    assert line.startswith("error: --capture-video: films the evaluation: needs --eval-episodes")
+
+
+@pytest.mark.parametrize("env_id", ["BreakoutNoFrameskip-v4", "ALE/Breakout-v5"])
+def test_atari_is_in_another_file(env_id, tmp_path):
+    """In a process of its own, where nothing else has made Atari known."""
+    process = run_script(ROOT / "ppo.py", "--env-id", env_id, cwd=tmp_path)
+    assert process.returncode == 2 and "(Atari: ppo_atari.py, " in process.stderr
+    assert len(process.stderr.splitlines()) == 1 and not list(tmp_path.iterdir())
+
+
 def test_run_dir_that_holds_a_run(script, run_dir, capsys):
     line = refusal(script, ["--run-dir", "run"], capsys)
     assert line.startswith("error: --run-dir: ")
@@ -434,9 +443,9 @@ def test_run_dir_that_holds_a_run(script, run_dir, capsys):
 REFUSED = [  # of the run above, at step 16 of 32
     ("--evaluate run --resume run", "evaluate", "no --resume"),
     ("--evaluate run --eval-episodes 0", "evaluate", "--eval-episodes of at least 1"),
-    ("--evaluate run --env-id Acrobot-v1", "evaluate", "run of CartPole-v1"),
-    ("--resume run --env-id Acrobot-v1", "resume", "run of CartPole-v1"),
-    ("--resume run --run-dir elsewhere", "resume", "stays both"),
+    ("--evaluate run --env-id Acrobot-v1", "evaluate", "keeps its --env-id CartPole-v1"),
+    ("--resume run --env-id Acrobot-v1", "resume", "keeps its --env-id CartPole-v1"),
+    ("--resume run --run-dir elsewhere", "resume", "and its directory"),
     ("--resume run --stop-at 16", "stop-at", "at step 16 already"),
     ("--resume run --stop-at 8", "stop-at", "at step 16 already"),
     ("--resume run --total-timesteps 16", "resume", "is finished"),

@@ -288,11 +288,35 @@ def test_appo_04_policy_lag(script, tmp_path):
             logged = [seen.scalars[f"charts/policy_lag_{name}"][k][1] for name in names]
             assert logged == pytest.approx([0, lags.double().mean().item(), 4])
 
+    # the oldest are learned from first, also if more end during an update than it takes: four
+    # splits, which fill all of their 8 slots between two updates of one trajectory each
+    teams, lag, publish = [], [], script.Shared.publish
+
+    class BusyTeam(script.Team):
+        def __init__(self, args, shared):
+            super().__init__(args, shared)
+            teams.append(self)
+
+    def work_meanwhile(shared, agent, version):
+        publish(shared, agent, version)
+        for part in [*reversed(teams[0].parts)] * 40 if teams else ():
+            next(part)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(script, "Team", BusyTeam)
+        patch.setattr(script.Shared, "publish", work_meanwhile)
+        patch.setattr(script, "log", lambda *words: lag.append(words[3]["charts/policy_lag_max"]))
+        sizes = {"num_workers": 2, "envs_per_worker": 2, "num_splits": 2, "num_steps": 4}
+        sizes |= {"minibatch_size": 4, "total_timesteps": 160, "eval_episodes": 0, "serial": True}
+        run_dir = str(tmp_path / "busy")
+        script.train(script.Args(env_id="toy_envs:ToyAtari-v0", run_dir=run_dir, **sizes))
+    assert len(lag) == 40 and max(lag) == lag[-1] == 7
+
     # a lag that leaves nothing to learn from is an error
     def make_stale(lag):
         return lambda shared, slot: shared.versions[slot].fill_(int(shared.version) - lag)
 
-    with pytest.raises(TimeoutError, match="no sample is left"):
+    with pytest.raises(TimeoutError, match="all samples lag by more than"):
         doctored(script, tmp_path, make_stale(2), max_policy_lag=1)
     doctored(script, tmp_path, make_stale(2), max_policy_lag=2)
 

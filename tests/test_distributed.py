@@ -412,7 +412,7 @@ def test_signal_to_torchrun_saves_and_ends(signum, torchrun, tmp_path):
     os.killpg(process.pid, signum)
     stdout, stderr = process.communicate(timeout=30)
     assert "--resume run" in stdout, stderr
-    assert stdout.count("stopping after this iteration") == 1
+    assert stdout.count("stopping soon") == 1
     assert not processes_in(tmp_path)
     assert checkpoint(SCRIPT, tmp_path / "run")["global_step"] > 512
     assert '"finished": false' in (tmp_path / "run" / "result.json").read_text()

@@ -332,6 +332,14 @@ def test_file_size_limit(name, sizes, step, start, tmp_path):
     check_full(process, tmp_path / "run", name, step)
 
 
+def test_an_error_that_is_no_full_disk_keeps_its_traceback(start, tmp_path):
+    """A level that cannot be read is the environment's fault, and the traceback says where."""
+    process = start("ppo", "--env-id", "faulty_envs:NoLevel-v0")
+    _, stderr = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 1
+    assert "faulty_envs.py" in stderr and "no-such-level" in stderr
+
+
 # === Doctored checkpoints
 
 

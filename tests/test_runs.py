@@ -3,12 +3,14 @@
 import copy
 import hashlib
 import inspect
+import itertools
 import json
 import math
 import os
 import platform
 import pty
 import shutil
+import signal
 import subprocess
 import sys
 from ctypes.util import find_library
@@ -125,14 +127,15 @@ def in_tmp_path(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-def train(script, run_dir: str, **changes) -> dict:
+def train(script, run_dir: str | None, **changes) -> dict:
     """Train for a few steps, evaluate only if asked to; returns the last checkpoint."""
     quick = {"env_id": EVEN[script.SCRIPT], "eval_episodes": 0, "run_dir": run_dir}
     args = sized(script.SCRIPT, TINY[script.SCRIPT] | quick | changes)
     if script.SCRIPT == "envpool_ppo":
         script.envpool = fake_envpool  # plays EnvPool's environments and those of the tests
-    script.train(script.Args(**args))
-    return script.load("resume", run_dir)
+    args = script.Args(**args)
+    script.train(args)
+    return script.load("resume", args.run_dir)
 
 
 def resume(script, run_dir: str, *argv: object) -> dict:
@@ -342,12 +345,22 @@ def test_metrics(script):
     assert {float(value) for _, value in curves["charts/episodic_length"]} != {0.0}
 
 
-def test_default_run_dir():
-    script = load_script("ppo")
-    script.train(script.Args(**TINY["ppo"], env_id="toy_envs:Clock-v0", seed=7, eval_episodes=0))
+def test_default_run_dir(script, monkeypatch):
+    """One for each run, even of those that were started together."""
+    train(script, None, seed=7)
     (folder,) = Path("runs").iterdir()
-    env, name, seed, _ = folder.name.split("__")
-    assert (env, name, seed) == ("toy_envs-Clock-v0", "ppo", "7")
+    env, name, seed, now = folder.name.split("__")
+    assert env == EVEN[script.SCRIPT].replace(":", "-")
+    assert (name, seed) == (script.SCRIPT, "7")
+    now = int(now)
+    monkeypatch.setattr(script.time, "time", lambda: now / 1000 + 0.0004)
+    with pytest.raises(FileExistsError):
+        train(script, None, seed=7)
+    assert len(list(folder.glob("events.*"))) == 1
+    clock = itertools.count(now + 1)
+    monkeypatch.setattr(script.time, "time", lambda: next(clock) / 1000 + 0.0004)
+    train(script, None, seed=7)
+    assert len(list(Path("runs").iterdir())) == 2
 
 
 def test_losses_are_means_over_all_minibatches(script, monkeypatch):
@@ -421,6 +434,22 @@ def test_one_game_in_each_environment(capsys):
     args = script.parse(["--evaluate", "run", "--eval-episodes", "4"])
     assert sorted(script.evaluate(args, run)) == [2.0, 2.0, 20.0, 20.0]
     assert "score 11.0 ± 9.0 over 4 games" in capsys.readouterr().out
+
+
+def test_an_evaluation_that_is_stopped_has_no_score(script, monkeypatch, capsys):
+    """The games that have ended by then are the short ones."""
+    run, ended = train(script, "run"), script.finished_episodes
+
+    def first_only(infos):
+        for episode in ended(infos):
+            script.STOP.append(signal.SIGINT)
+            yield episode
+            return
+
+    args = script.parse(["--evaluate", "run", "--eval-episodes", "3"])
+    monkeypatch.setattr(script, "finished_episodes", first_only)
+    assert script.evaluate(args, run) == []
+    assert "no score: not all games have ended" in capsys.readouterr().out
 
 
 def test_finished_run_is_evaluated(script, capsys):
@@ -541,6 +570,16 @@ def test_video_is_asked_for_each_time():
     train(script, "run", env_id="CartPole-v1", capture_video=True)
     assert not script.parse(["--evaluate", "run"]).capture_video
     assert script.parse(["--evaluate", "run", "--capture-video"]).capture_video
+
+
+def test_an_evaluation_neither_logs_nor_compiles(script):
+    """Where it runs there may be no key for W&B, and no compiler."""
+    train(script, "run")
+    path = Path("run", "checkpoint.pt")
+    run = torch.load(path, weights_only=True)
+    torch.save(run | {"args": run["args"] | {"track": True, "compile": True}}, path)
+    args = script.parse(["--evaluate", "run"])
+    assert not args.track and not args.compile
 
 
 # === On the screen
@@ -681,6 +720,42 @@ def test_actions_in_two_rows(env_id):
     assert {tensor.dtype for tensor in run["agent"].values()} == {torch.float32}
     args = script.parse(["--evaluate", "run", "--eval-episodes", "2"])
     assert len(script.evaluate(args, run)) == 2
+
+
+@pytest.mark.parametrize("low", [-np.inf, 0.0])
+def test_actions_without_bounds(low):
+    """What has no bound is not clipped."""
+    played = []
+
+    class Free(Clock):
+        action_space = gym.spaces.Box(low, np.inf, (2,), np.float32)
+
+        def step(self, action):
+            played.append(action)
+            return super().step(0)
+
+    gym.register("Free-v0", Free)
+    train(load_script("ppo_continuous"), "run", env_id="Free-v0")
+    del gym.registry["Free-v0"]
+    assert (np.min(played) < -1) == (low < -1) and np.max(played) > 1
+
+
+@pytest.mark.filterwarnings("ignore:.*observation|.*dtype")  # Gymnasium says so as well
+@pytest.mark.parametrize("name", ["ppo", "ppo_shared", "ppo_continuous"])
+def test_observations_of_another_type_than_was_said(name):
+    """NumPy makes float64 of everything; Gymnasium casts observations, but not the last ones."""
+
+    class Careless(Clock if name != "ppo_continuous" else ContinuousClock):
+        def __init__(self, render_mode=None):
+            super().__init__(end="truncated")
+
+        def _obs(self):
+            return super()._obs().astype(np.float64)
+
+    gym.register("Careless-v0", Careless)
+    run = train(load_script(name), "run", env_id="Careless-v0", bootstrap_truncated=True)
+    del gym.registry["Careless-v0"]
+    assert {tensor.dtype for tensor in run["agent"].values()} == {torch.float32}
 
 
 @pytest.mark.parametrize(

@@ -200,7 +200,7 @@ def test_reproduce_reads_every_progress_line():
     """appo_async.py counts frames, four for each step."""
     lines = (
         "| 405 SPS | 0:10:00 left",
-        "| 1,620 frames/s | 0:10 left | lag 0/1/2 | waiting 1%/2%/3% (rollout/policy/learner)",
+        "| 1,620 frames/s | lag 0/1/2 | waiting 1%/2%/3% | 0:10 left",
     )
     for line, unit in zip(lines, ("SPS", "frames/s"), strict=True):
         (found,) = reproduce.PROGRESS.findall(f"1,024 of 5,000,000 steps | return nan {line}")
