@@ -8,6 +8,7 @@ A run becomes one row of results/runs.csv and one curve in results/curves/. The 
 looked up in the history, so that a row names the commit whose code it comes from. When the code
 has changed since, --same trains four updates with both versions and the row's arguments. If weights
 and optimizer are equal bit for bit, the change moved no number, and the row gets the new hash too.
+(In fp32, whatever the row says, on a processor without bfloat16.)
 """
 
 import csv
@@ -172,7 +173,9 @@ def record(run_dir: Path, replace: bool) -> dict:
     row |= {package: importlib.metadata.version(package) for package in PACKAGES}
     row |= {"run": name, "script": script, "blocks": code_hash(source), "machine": machine()}
     row |= {"commit": commit_of(script, source), "python": platform.python_version()}
-    row["command"] = shlex.join(["python", f"{script}.py", *flags])
+    processes = len(checkpoint["rng"]) if script == "ppo_distributed" else 1  # one state of each
+    start = ["torchrun", "--nproc-per-node", str(processes)] if processes > 1 else ["python"]
+    row["command"] = shlex.join([*start, f"{script}.py", *flags])
     row["date"] = time.strftime("%Y-%m-%d", time.gmtime((run_dir / "result.json").stat().st_mtime))
     row = {k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()}
 
@@ -197,10 +200,15 @@ def few_updates(script: Path, row: dict, run_dir: Path) -> dict:
     """The state of a script after four updates with a row's arguments."""
     import torch
 
-    flags = re.sub(r"--stop-at \S+", "", row["command"]).split()[2:]
-    stop = ["--stop-at", "4096", "--run-dir", str(run_dir), "--eval-episodes", "0"]
-    stop += ["--serial"] * (row["script"] == "appo_async")  # else no two runs are equal
-    command = [sys.executable, str(script), *flags, *stop]
+    recorded = re.sub(r"--stop-at \S+", "", row["command"])
+    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():  # emulated: a tenth of the speed of fp32
+        recorded = recorded.replace("--precision bf16", "")
+    # "python" or "torchrun --nproc-per-node 2", and the flags
+    (_, *start), flags = map(str.split, recorded.split(script.name))
+    flags += ["--stop-at", "4096", "--run-dir", str(run_dir), "--eval-episodes", "0"]
+    flags += ["--serial"] * (row["script"] == "appo_async")  # else no two runs are equal
+    start = ["-m", "torch.distributed.run", *start] if start else []
+    command = [sys.executable, *start, str(script), *flags]
     subprocess.run(command, check=True, capture_output=True)
     return torch.load(run_dir / "checkpoint.pt", weights_only=True)
 
