@@ -735,7 +735,9 @@ def test_actions_without_bounds(low):
             return super().step(0)
 
     gym.register("Free-v0", Free)
-    train(load_script("ppo_continuous"), "run", env_id="Free-v0")
+    script, sizes = load_script("ppo_continuous"), TINY["ppo_continuous"]
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in sizes.items()]
+    script.train(script.parse(["--env-id", "Free-v0", "--eval-episodes", "0", *flags]))
     del gym.registry["Free-v0"]
     assert (np.min(played) < -1) == (low < -1) and np.max(played) > 1
 
