@@ -102,7 +102,7 @@ class Args:
     update_epochs: int = 1  # passes over the batch in one update
     rho_bar: float = 1.0  # V-trace: bound of the ratio that weighs a temporal difference
     c_bar: float = 1.0  # V-trace: bound of the ratio that carries one back in time
-    max_policy_lag: int = 1000  # older samples, in updates, are left out; none left: an error
+    max_policy_lag: int = 1000  # samples older than so many updates are left out; all: an error
     norm_adv: bool = True  # normalize advantages, minibatch by minibatch
     clip_coef: float = 0.1  # how far the ratio (and the value) may move
     anneal_clip_coef: bool = False  # clip-coef falls linearly to 0 as well
@@ -796,7 +796,7 @@ def train(args: Args) -> dict:
         # [aux 1] Clip range annealing
         clip_coef = args.clip_coef * (frac if args.anneal_clip_coef else 1.0)
 
-        team.look_after()
+        team.look_after()  # also if there are always enough, and nobody waits
         # Looked for before every update, also if there are enough: the oldest are learned first
         while True:
             for split in range(args.total_splits):

@@ -158,7 +158,7 @@ def make_envs(args: Args, num_envs: int, seed: int, frozen: dict | None = None):
     same_step = gym.vector.AutoresetMode.SAME_STEP
 
     def ctrl_c(how: str) -> None:
-        """It is for the process that saves: workers and ViZDoom's programs are born without it."""
+        """Ctrl-C is for the process that saves: what starts in between is born deaf to it."""
         if hasattr(signal, "pthread_sigmask"):  # Windows has none
             signal.pthread_sigmask(getattr(signal, how), {signal.SIGINT})
 
