@@ -11,9 +11,9 @@ standard deviation with a power of 80 % takes 17). --margin M asks the other que
 the same within M (two one-sided tests at 5 %)? Speed: the ratios to the peer, whose smallest and
 largest over the rounds are in the file; they have moved where these ranges are apart. Published
 returns: those with a number of seeds and of steps in their note, held against runs without other
-flags and with as many steps. Exit code 1 if anything got worse (with --margin: if anything is not
-shown to be the same). Speed needs three rounds a side; even then one unchanged case in twenty looks
-slower: measure it again.
+flags and with as many steps. What only one file has is named. Exit code 1 if anything got worse
+(with --margin: if anything is not shown to be the same), 2 if there was nothing to compare. Speed
+needs three rounds a side; even then one unchanged case in twenty looks slower: measure it again.
 """
 
 import argparse
@@ -61,11 +61,23 @@ def judge(low: float, high: float, margin: float | None) -> tuple[str, bool]:
     return f"{'the same' if same else 'not shown to be the same'} within {margin:g}", same
 
 
+def in_both(before: dict, after: dict) -> list[str]:
+    """The names that both files have; those of one alone are printed. Ends if both have none."""
+    for name in sorted(before.keys() ^ after.keys()):
+        print(f"{name}: only in the {'old' if name in before else 'new'} file")
+    return sorted(before.keys() & after.keys()) or nothing()
+
+
+def nothing():
+    print("error: the files have nothing in common that could be compared", file=sys.stderr)
+    sys.exit(2)
+
+
 def compare_returns(old: list[dict], new: list[dict], level: float, margin: float | None) -> bool:
     """Print a line for each environment in both; returns whether all is well."""
     before, after = scores(old), scores(new)
     well = True
-    for name in sorted(before.keys() & after.keys()):
+    for name in in_both(before, after):
         a, b = before[name], after[name]
         line = f"{name}: {statistics.mean(a):.1f} ({len(a)} seeds) -> {statistics.mean(b):.1f}"
         line += f" ({len(b)} seeds)"
@@ -89,7 +101,7 @@ def compare_published(
     published: list[dict], runs: list[dict], level: float, margin: float | None
 ) -> bool:
     """Print a line for each published mean and deviation that ours can be held against."""
-    well = True
+    well, lines = True, 0
     for row in published:
         steps = re.search(r"(\d+)([kM]) steps", row["note"])
         seeds = re.search(r"(\d+) seeds", row["note"])
@@ -100,6 +112,7 @@ def compare_published(
             float(run["return_last100"])
             for run in runs
             if run["run"].startswith(f"{row['env_id']}__{row['script']}__")
+            and run["return_last100"]
             and run["run"].count("__") == 2
             and 0.95 * goal < int(run["steps"]) <= goal
         ]
@@ -116,8 +129,8 @@ def compare_published(
         line += f"difference {ours - theirs:+.1f} ({low:+.1f} to {high:+.1f})"
         verdict, fine = judge(low, high, margin)
         print(f"{line}: {verdict}")
-        well = well and fine
-    return well
+        well, lines = well and fine, lines + 1
+    return well if lines else nothing()
 
 
 def compare_speed(old: list[dict], new: list[dict]) -> bool:
@@ -138,7 +151,7 @@ def compare_speed(old: list[dict], new: list[dict]) -> bool:
         }
 
     before, after, well = ratios(old), ratios(new), True
-    for name in sorted(before.keys() & after.keys()):
+    for name in in_both(before, after):
         (a, a_low, a_high, a_rounds), (b, b_low, b_high, b_rounds) = before[name], after[name]
         verdict = "slower" if b_high < a_low else "faster" if b_low > a_high else "within noise"
         if min(a_rounds, b_rounds) < 3:

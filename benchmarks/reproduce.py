@@ -6,9 +6,11 @@
 
 One process for each core, one torch thread each. What follows -- is added to every command. Runs
 are kept in runs/SWEEP/CELL, so the same command again goes on: finished cells are left alone, begun
-ones resumed, failed ones tried again. Ctrl-C lets every run save and end. A cell belongs to the
-process that trains it for as long as that lives, so nothing runs twice, not even beside a second
-reproduce.py or after one that was killed. Exit code 1 if a cell failed; its last lines are shown.
+ones resumed, failed ones tried again. (Of the flags, only --stop-at, --eval-episodes and
+--checkpoint-every may change on the way; for others --out names another place.) Ctrl-C lets every
+run save and end. A cell belongs to the process that trains it for as long as that lives, so nothing
+runs twice, not even beside a second reproduce.py or after one that was killed. Exit code 1 if a
+cell failed; its last lines are shown.
 """
 
 import argparse
@@ -81,7 +83,20 @@ class Cell:
     def __init__(self, name: str, command: list[str], folder: Path):
         self.name, self.command = name, command
         self.run_dir, self.log = folder / name, folder / f"{name}.log"
+        # not with_suffix: "...learning-rate=0.001" has a dot in it
+        self.lock = folder / f"{name}.lock"  # holds the command that the run was begun with
         self.process, self.failed = None, False
+
+    def settings(self) -> str:
+        """The command without what may change from one call to the next."""
+        script, *flags = self.command[1:]
+        command = shlex.join(["python", Path(script).name, *flags])
+        return re.sub(r" --(stop-at|eval-episodes|checkpoint-every)[ =]\S+", "", command)
+
+    def begun_with(self) -> str | None:
+        """The settings of the run that is there, None if there is none."""
+        begun = self.run_dir.exists() and self.lock.exists()
+        return (self.lock.read_text() if begun else None) or None
 
     def done(self) -> bool:
         """Whether the run has reached its end, or the --stop-at that is asked for now."""
@@ -95,13 +110,13 @@ class Cell:
     def start(self) -> bool:
         """Start or resume the run, unless another process has it. Returns whether it runs now."""
         self.run_dir.parent.mkdir(parents=True, exist_ok=True)
-        # not with_suffix: "...learning-rate=0.001" has a dot in it
-        lock = os.open(self.run_dir.with_name(f"{self.name}.lock"), os.O_CREAT | os.O_RDWR)
+        lock = os.open(self.lock, os.O_CREAT | os.O_RDWR)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(lock)
             return False
+        self.lock.write_text(self.settings())
         words = ["--run-dir", str(self.run_dir)]
         if (self.run_dir / "checkpoint.pt").exists():
             words = ["--resume", str(self.run_dir)]
@@ -215,6 +230,9 @@ def main() -> int:
         ]
     except (yaml.YAMLError, KeyError, TypeError, AttributeError) as error:
         fail(f"{args.sweep} is no sweep with a grid: {type(error).__name__}: {error}")
+    for cell in pool:
+        if (begun := cell.begun_with()) and begun != cell.settings():
+            fail(f"{cell.run_dir} was begun as `{begun}`: use --out for other flags")
     if args.list:
         for cell in pool:
             done, total, _ = cell.progress()

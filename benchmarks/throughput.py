@@ -30,6 +30,7 @@ import importlib
 import io
 import itertools
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -550,7 +551,7 @@ def main() -> None:
         print(*(f"{name}={value}" for name, value in parts.items()))
         return
     args = parser.parse_args()
-    from record import git, machine, read_csv, write_csv
+    from record import code_hash, git, machine, read_csv, write_csv
 
     origin = {"commit": git("rev-parse", "--short", "HEAD").strip(), "machine": machine()}
     if args.scaling:
@@ -578,11 +579,11 @@ def main() -> None:
         for row in way(group, rounds, seconds):
             if args.quick:
                 continue
+            script = re.search(r"\w+\.py", row["what"])[0]
+            row |= {"blocks": code_hash((ROOT / script).read_text())} | origin
             old = [old for old in read_csv(path) if any(old[k] != str(row[k]) for k in key)]
-            rows = sorted(
-                [*old, row | origin], key=lambda r: order.index(tuple(str(r[k]) for k in key))
-            )
-            write_csv(path, rows, list(row | origin))
+            rows = sorted([*old, row], key=lambda r: order.index(tuple(str(r[k]) for k in key)))
+            write_csv(path, rows, list(row))
 
 
 if __name__ == "__main__":

@@ -71,6 +71,37 @@ def breakout() -> None:
     finish(figure, axes, title, last_step, "breakout.png")
 
 
+def asynchronous() -> None:
+    """appo_async.py beside ppo_atari.py: the same game against minutes and against steps."""
+    runs = {row["run"]: row for row in read_csv(RESULTS / "runs.csv")}
+    names = ("appo_async__1__bf16", "ppo_atari__1__bf16__alone")
+    figure, panels = plt.subplots(1, 2, figsize=(9, 3.2), dpi=150, sharey=True)
+    for name in names:
+        run = runs[f"BreakoutNoFrameskip-v4__{name}"]
+        rows = read_csv(RESULTS / "curves" / f"{run['run']}.csv")
+        label = f"{run['script']}.py, {float(run['sps']):,.0f} steps/s"
+        for (column, width, unit), axes in zip(
+            (("seconds", 60, 60), ("step", 50_000, 1000)), panels, strict=True
+        ):
+            x = [float(row[column]) // width for row in rows]
+            games = [int(row["games"]) for row in rows]
+            sums = np.bincount(
+                x, [float(row["return"]) * n for row, n in zip(rows, games, strict=True)]
+            )
+            means = sums / np.bincount(x, games)
+            axes.plot((np.arange(len(means)) + 0.5) * width / unit, means, label=label)
+    for axes, label in zip(panels, ("minutes of training", "agent steps"), strict=True):
+        axes.set_xlabel(label)
+        axes.set(xlim=0, ylim=0)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(axis="y", color="0.92")
+    panels[1].xaxis.set_major_formatter(lambda x, _: f"{x:.0f}k")
+    panels[0].set_ylabel("score of training games")
+    panels[0].legend(frameon=False, fontsize=8)
+    figure.tight_layout()
+    figure.savefig(RESULTS / "async.png")
+
+
 def pendulum() -> None:
     figure, axes = plt.subplots(figsize=(7, 3), dpi=150)
     labels = {False: "as published: a time limit is an end", True: "--bootstrap-truncated"}
@@ -182,6 +213,7 @@ def speed() -> None:
 
 if __name__ == "__main__":
     breakout()
+    asynchronous()
     speed()
     scaling()
     several_seeds()

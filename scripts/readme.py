@@ -45,6 +45,14 @@ def stale(row: dict) -> str:
     return "" if code_hash(source(row["script"])) in row["blocks"].split() else " (older code)"
 
 
+def stale_speed(row: dict) -> str:
+    """The same mark for a speed, unless a run shows that code to train exactly as today's does."""
+    script = re.search(r"(\w+)\.py", row["what"])[1]
+    alike = [run["blocks"].split() for run in RUNS if run["script"] == script and not stale(run)]
+    known = {code_hash(source(script)), *(block for blocks in alike for block in blocks)}
+    return "" if row["blocks"] in known else " (older code)"
+
+
 def result(script: str) -> str:
     """The script's main result: mean over its seeds of the last 100 training episodes."""
     env_id = SETTINGS[script][1]
@@ -131,8 +139,7 @@ def runs_table() -> str:
 
 PEERS = {
     "sb3": "Stable-Baselines3",
-    "sample_factory": "Sample Factory, equal settings",
-    "sample_factory_own": "Sample Factory, its own settings",
+    "sample_factory": "Sample Factory",
 }
 SIMULATION = "pure simulation"  # no peer, but what appo_async.py's sampler is held against
 
@@ -162,17 +169,27 @@ def sizes_table() -> str:
 def speed_table() -> str:
     head = ["what", "steps/s", "beside", "ratio (rounds)", "of the bound", "memory", "first update"]
     rows = []
-    for row in read_csv(ROOT / "results" / "speed.csv"):
+
+    def ratio(row: dict) -> str:
+        text = row["ratio"].split(" (")[0] if row["rounds"] == "1" else row["ratio"]
+        return text + stale_speed(row)
+
+    measured = read_csv(ROOT / "results" / "speed.csv")
+    key = ("what", "task", "num_envs", "ours")
+    own = {tuple(map(row.get, key)): row for row in measured if row["peer"].endswith("_own")}
+    for row in measured:
         sizes = SIZES.get((row["what"], row["task"]), row["num_envs"]) != row["num_envs"]
-        if sizes or row["peer"] == SIMULATION:
-            continue  # they have tables of their own
+        if sizes or row["peer"] == SIMULATION or row["peer"].endswith("_own"):
+            continue  # they have tables of their own, or stand beside the other
+        also = own.get(tuple(map(row.get, key)))
         what = f"`{row['what']}`, {row['task']}, {row['num_envs']} environments"
         rows.append(
             [
                 what.replace(", 1 environments", ", 1 environment"),
                 f"{int(row['ours']):,}",
-                f"{PEERS.get(row['peer'], row['peer'])} {int(row['theirs']):,}",
-                row["ratio"].split(" (")[0] if row["rounds"] == "1" else row["ratio"],
+                f"{PEERS.get(row['peer'], row['peer'])} {int(row['theirs']):,}"
+                + (f"; with its own settings {int(also['theirs']):,}" if also else ""),
+                ratio(row) + (f"; {ratio(also)}" if also else ""),
                 f"{float(row['share']):.0%}",
                 f"{int(row['memory_mb']):,} MB" if row["memory_mb"] else "",
                 f"{row['startup_s']} s" if row["startup_s"] else "",

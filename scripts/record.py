@@ -1,22 +1,30 @@
 """Keep results/ in step with the runs and with the code.
 
-    python scripts/record.py runs/RUN [...]    # add finished runs; --replace: also in the place of
-                                               # a row with other arguments or another length
+    python scripts/record.py runs/RUN [...]    # add runs, where they were trained
     python scripts/record.py --same            # compare today's code with that of older rows
 
 A run becomes one row of results/runs.csv and one curve in results/curves/. The script that ran is
-looked up in the history, so that a row names the commit whose code it comes from. When the code
-has changed since, --same trains 4,096 steps (2 to 16 updates) with both versions and the row's
-arguments, in fp32 on a processor without bfloat16. If weights and optimizer are equal bit for bit,
-the change moved no number, and the row gets the new hash too. An asynchronous run can only be
-compared in serial mode, which does not show the order of its data: its row does not get the hash.
+looked up in the history, so that a row names the commit whose code it comes from; versions and
+machine are those of the process that records. A row takes the place of one of the same command,
+with --replace also of one of the same name. Runs whose names differ in the seed alone are averaged
+in the tables, so their other arguments must be the same: --as NAME sets an experiment apart.
+When the code has changed since, --same trains 4,096 steps (2 to 16 updates) with both versions and
+the row's arguments, in fp32 on a processor without bfloat16. If weights and optimizer are equal bit
+for bit, the change moved no number, and the row gets the new hash too. An asynchronous run can only
+be compared in serial mode, which does not show the order of its data: its row gets the hash if the
+whole Training block is what it was.
 """
 
+import argparse
+import contextlib
 import csv
+import fcntl
 import hashlib
 import importlib.metadata
 import io
 import json
+import math
+import os
 import platform
 import re
 import shlex
@@ -27,6 +35,7 @@ import tempfile
 import time
 import tokenize
 import types
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -36,13 +45,13 @@ BLOCKS = ("Environment", "Agent", "Advantages", "Training")
 PACKAGES = ("torch", "gymnasium", "numpy", "ale-py", "mujoco", "vizdoom")
 COLUMNS = [
     *("run", "script", "env_id", "seed", "steps", "total_timesteps", "return_last100"),
-    *("eval_mean", "eval_std", "episodes", "seconds", "sps", "finished"),
+    *("eval_mean", "eval_std", "episodes", "seconds", "sps", "finished", "resumes"),
     *("command", "commit", "blocks", "python", *PACKAGES, "machine", "date"),
 ]
 
 
-def code_hash(source: str) -> str:
-    """Hash what decides a result: the four blocks of a script without comments and docstrings."""
+def blocks_of(source: str) -> dict[str, str]:
+    """The blocks of a script, by name, without comments and docstrings."""
     lines = [list(line) for line in source.splitlines()]
     at_start = True  # of a statement: a string there is a docstring
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
@@ -57,7 +66,12 @@ def code_hash(source: str) -> str:
             at_start = token.type in (tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
     text = "\n".join(line for line in ("".join(line).rstrip() for line in lines) if line)
     sections = re.split(r"^# === (\w+)\n", text, flags=re.MULTILINE)
-    blocks = dict(zip(sections[1::2], sections[2::2], strict=True))
+    return dict(zip(sections[1::2], sections[2::2], strict=True))
+
+
+def code_hash(source: str) -> str:
+    """Hash what decides a result: four blocks of a script."""
+    blocks = blocks_of(source)
     return hashlib.sha256("".join(blocks[name] for name in BLOCKS).encode()).hexdigest()[:12]
 
 
@@ -108,10 +122,12 @@ def read_events(run_dir: Path):
 
 
 def metrics(events) -> list[dict]:
-    """The 5th, 50th and 95th percentile of each loss over the updates of a run."""
-    rows = []
-    for tag in sorted(tag for tag in events.Tags()["scalars"] if tag.startswith("losses/")):
+    """Percentiles of losses, policy lag and shares of waiting over the updates of a run."""
+    rows, kept = [], ("losses/", "charts/policy_lag", "charts/waiting")
+    for tag in sorted(tag for tag in events.Tags()["scalars"] if tag.startswith(kept)):
         values = [event.value for event in events.Scalars(tag) if event.value == event.value]
+        if len(values) < 2:
+            continue
         cuts = statistics.quantiles(values, n=20, method="inclusive")
         percentiles = {"p5": cuts[0], "p50": cuts[9], "p95": cuts[18]}
         rows.append({"metric": tag} | {name: f"{x:.5g}" for name, x in percentiles.items()})
@@ -139,10 +155,13 @@ def curve(events, rows: int = 500) -> list[dict]:
 
 
 def write_csv(path: Path, rows: list[dict], columns: list[str]) -> None:
-    with open(path, "w", newline="") as file:
+    """Write a table beside the old one, then rename: a kill leaves one of the two, whole."""
+    beside = path.with_suffix(".tmp")
+    with open(beside, "w", newline="") as file:
         writer = csv.DictWriter(file, columns, lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
+    os.replace(beside, path)
 
 
 def read_csv(path: Path) -> list[dict]:
@@ -152,13 +171,39 @@ def read_csv(path: Path) -> list[dict]:
         return list(csv.DictReader(file))
 
 
-def record(run_dir: Path, replace: bool) -> dict:
-    """Add one run to results/; a row of the same command is replaced. Returns the row."""
+@contextlib.contextmanager
+def only_writer():
+    """Wait until no other process is between reading and writing results/."""
+    folder = os.open(ROOT / "results", os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(folder)
+
+
+def group_of(name: str) -> str:
+    """A run's name without its seed: what has the same is averaged in the tables."""
+    parts = name.split("__")
+    return "__".join(parts[:2] + parts[3:])
+
+
+def settings_of(command: str) -> str:
+    """A command without its seed, its end and its evaluation."""
+    no_setting = r" --(seed|stop-at|eval-episodes|checkpoint-every) \S+| --capture-video"
+    return re.sub(no_setting, "", command)
+
+
+def record(run_dir: Path, replace: bool = False, label: str = "") -> dict:
+    """Add one run to results/, with label at the end of its name. Returns the row."""
     import torch
 
     checkpoint = torch.load(run_dir / "checkpoint.pt", map_location="cpu", weights_only=True)
     script, args = checkpoint["script"], checkpoint["args"]
     source = (run_dir / "source.py").read_text()
+    row = json.loads((run_dir / "result.json").read_text())
+    if not row["finished"] and row["steps"] < (args["stop_at"] or math.inf):
+        args["stop_at"] = row["steps"]  # Ctrl-C; the command is to make a run of this length
     flags = changed_arguments(source, args)
     name = f"{args['env_id']}__{script}__{args['seed']}".replace("/", "-").replace(":", "-")
     if args.get("precision", "fp32") != "fp32":
@@ -169,7 +214,7 @@ def record(run_dir: Path, replace: bool) -> dict:
         name += "__" + args["rnn"]
     if script == "appo_async" and "--num-steps" in flags:
         name += f"__T={args['num_steps']}"
-    row = json.loads((run_dir / "result.json").read_text())
+    name += f"__{label}" * bool(label)
     row |= {key: args[key] for key in ("env_id", "seed", "total_timesteps")}
     row |= {package: importlib.metadata.version(package) for package in PACKAGES}
     row |= {"run": name, "script": script, "blocks": code_hash(source), "machine": machine()}
@@ -180,20 +225,31 @@ def record(run_dir: Path, replace: bool) -> dict:
     row["date"] = time.strftime("%Y-%m-%d", time.gmtime((run_dir / "result.json").stat().st_mtime))
     row = {k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()}
 
-    results = ROOT / "results"
-    rows = read_csv(results / "runs.csv")
-    for old in rows:
-        if old["run"] == name and old["command"] != row["command"] and not replace:
-            sys.exit(f"error: {name} is the row of `{old['command']}`: --replace takes its place")
-    rows = [old for old in rows if old["run"] != name] + [row]
-    write_csv(results / "runs.csv", sorted(rows, key=lambda row: row["run"]), COLUMNS)
     events = read_events(run_dir)
-    columns = ["step", "seconds", "return", "games"]
-    write_csv(results / "curves" / f"{name}.csv", curve(events), columns)
-    rows = [old for old in read_csv(results / "metrics.csv") if old["run"] != name]
-    rows += [{"run": name} | metric for metric in metrics(events)]
-    columns = ["run", "metric", "p5", "p50", "p95"]
-    write_csv(results / "metrics.csv", sorted(rows, key=lambda row: row["run"]), columns)
+    if "charts/episodic_return" not in events.Tags()["scalars"]:
+        sys.exit(f"error: {run_dir}: no game has ended, so there is nothing to record")
+    points, percentiles = curve(events), metrics(events)
+    row["resumes"] = len([*run_dir.glob("events.out.tfevents.*")]) - 1
+
+    results = ROOT / "results"
+    with only_writer():
+        rows = read_csv(results / "runs.csv")
+        for old in rows:
+            if old["run"] == name:
+                if old["command"] != row["command"] and not replace:
+                    sys.exit(f"error: {name} is the row of `{old['command']}`: --replace, or --as")
+                continue
+            other = settings_of(old["command"]) != settings_of(row["command"])
+            if other and group_of(old["run"]) == group_of(name):
+                sys.exit(f"error: {old['run']} was `{old['command']}`: give this one --as NAME")
+        rows = [old for old in rows if old["run"] != name] + [row]
+        write_csv(results / "runs.csv", sorted(rows, key=lambda row: row["run"]), COLUMNS)
+        columns = ["step", "seconds", "return", "games"]
+        write_csv(results / "curves" / f"{name}.csv", points, columns)
+        rows = [old for old in read_csv(results / "metrics.csv") if old["run"] != name]
+        rows += [{"run": name} | metric for metric in percentiles]
+        columns = ["run", "metric", "p5", "p50", "p95"]
+        write_csv(results / "metrics.csv", sorted(rows, key=lambda row: row["run"]), columns)
     return row
 
 
@@ -210,7 +266,8 @@ def few_updates(script: Path, row: dict, run_dir: Path) -> dict:
     flags += ["--serial"] * (row["script"] == "appo_async")  # else no two runs are equal
     start = ["-m", "torch.distributed.run", *start] if start else []
     command = [sys.executable, *start, str(script), *flags]
-    subprocess.run(command, check=True, capture_output=True)
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "tests")}  # memory_envs
+    subprocess.run(command, check=True, capture_output=True, env=env)
     return torch.load(run_dir / "checkpoint.pt", weights_only=True)
 
 
@@ -235,25 +292,51 @@ def same(row: dict) -> bool:
     return all(torch.equal(a, b) for a, b in pairs) and kept[0][2] == kept[1][2]
 
 
-def check_rows() -> None:
-    """Add today's hash to the rows whose numbers today's code would give as well."""
-    path = ROOT / "results" / "runs.csv"
-    rows = read_csv(path)
-    for row in rows:
-        today = code_hash((ROOT / f"{row['script']}.py").read_text())
-        if today not in row["blocks"].split():
-            equal = same(row)
-            serial = row["script"] == "appo_async" and "--serial" not in row["command"]
-            verdict = "trains the same" + " in serial mode" * serial
-            print(row["run"], verdict if equal else "trains otherwise: run it again")
-            row["blocks"] += f" {today}" * (equal and not serial)
-    write_csv(path, rows, COLUMNS)
+def check_row(row: dict) -> None:
+    """Add today's hash to a row whose numbers today's code would give as well."""
+    script = f"{row['script']}.py"
+    source = (ROOT / script).read_text()
+    today = code_hash(source)
+    if today in row["blocks"].split():
+        return
+    try:
+        equal = same(row)
+    except subprocess.CalledProcessError as error:
+        last = (error.stderr.decode().splitlines() or ["no message"])[-1]
+        print(f"{row['run']} cannot be compared: {last}", flush=True)
+        return
+    training = [
+        blocks_of(text)["Training"] for text in (git("show", f"{row['commit']}:{script}"), source)
+    ]
+    unordered = row["script"] == "appo_async" and training[0] != training[1]
+    verdict = "trains the same" + " in serial mode: run it again" * unordered
+    print(row["run"], verdict if equal else "trains otherwise: run it again", flush=True)
+    if equal and not unordered:
+        path = ROOT / "results" / "runs.csv"
+        with only_writer():
+            rows = read_csv(path)
+            for now in rows:
+                if (now["run"], now["blocks"]) == (row["run"], row["blocks"]):
+                    now["blocks"] += f" {today}"
+            write_csv(path, rows, COLUMNS)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("runs", nargs="*", type=Path, help="run directories")
+    parser.add_argument("--replace", action="store_true", help="a row with other arguments, too")
+    parser.add_argument("--as", dest="label", default="", help="the end of the row's name")
+    parser.add_argument("--same", action="store_true", help="compare today's code with older rows")
+    args = parser.parse_args()
+    if args.same == bool(args.runs):
+        parser.error("name run directories, or --same")
+    for run_dir in args.runs:
+        row = record(run_dir, args.replace, args.label)
+        print(row["run"], row["return_last100"], row["eval_mean"])
+    if args.same:
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            list(pool.map(check_row, read_csv(ROOT / "results" / "runs.csv")))
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["--same"]:
-        sys.exit(check_rows())
-    words = [word for word in sys.argv[1:] if word != "--replace"]
-    for run_dir in words or sys.exit(__doc__):
-        row = record(Path(run_dir), replace="--replace" in sys.argv)
-        print(row["run"], row["return_last100"], row["eval_mean"])
+    main()

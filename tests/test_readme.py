@@ -25,9 +25,22 @@ def test_tables_are_current():
         assert readme.filled(name) == (ROOT / name).read_text(), "run: python scripts/readme.py"
 
 
-def test_a_result_of_older_code_is_marked(monkeypatch):
-    assert "older code" not in readme.stale(ROWS[0])
-    assert "older code" in readme.stale(ROWS[0] | {"blocks": "another"})
+def test_a_result_of_older_code_is_marked():
+    today = code_hash(source_of("ppo"))
+    assert "older code" not in readme.stale({"script": "ppo", "blocks": f"another {today}"})
+    assert "older code" in readme.stale({"script": "ppo", "blocks": "another"})
+
+
+def test_a_speed_of_older_code_is_marked(monkeypatch):
+    """Unless a run shows that the code of then trains exactly as today's does."""
+    today = code_hash(source_of("ppo"))
+    speed = {"what": "ppo.py --compile", "blocks": "another"}
+    monkeypatch.setattr(readme, "RUNS", [{"script": "ppo", "blocks": f"another {today}"}])
+    assert "older code" not in readme.stale_speed(speed)
+    assert "older code" in readme.stale_speed(speed | {"blocks": "a third"})
+    monkeypatch.setattr(readme, "RUNS", [{"script": "ppo", "blocks": "another"}])
+    assert "older code" in readme.stale_speed(speed)
+    assert "older code" not in readme.stale_speed(speed | {"blocks": today})
 
 
 def test_intervals_draw_seeds_within_each_environment():
@@ -66,6 +79,46 @@ def test_a_row_is_replaced_by_its_own_command_only(tmp_path, monkeypatch):
     with pytest.raises(SystemExit, match=r"CartPole-v1__ppo__1 is the row of .*--replace"):
         recorded("other", learning_rate=0.01)
     assert "--learning-rate 0.02" in recorded("forced", True, learning_rate=0.02)["command"]
+    # another seed of other arguments would be averaged with the first
+    with pytest.raises(SystemExit, match=r"CartPole-v1__ppo__1 was .*--as NAME"):
+        recorded("seed", seed=2)
+    assert [row["run"] for row in record.read_csv(tmp_path / "results" / "runs.csv")] == [
+        "CartPole-v1__ppo__1"
+    ]
+
+
+def test_what_is_averaged_differs_in_the_seed_alone():
+    settings: dict = {}
+    for row in ROWS:
+        group = settings.setdefault(record.group_of(row["run"]), record.settings_of(row["command"]))
+        assert record.settings_of(row["command"]) == group
+
+
+def test_a_run_without_a_game_is_no_row(tmp_path, monkeypatch):
+    ppo = load_script("ppo")
+    monkeypatch.setattr(record, "ROOT", tmp_path)
+    monkeypatch.setattr(record, "commit_of", lambda script, source: "0000000")
+    (tmp_path / "results").mkdir()
+    sizes = {"total_timesteps": 16, "num_envs": 2, "num_steps": 4, "num_minibatches": 2}
+    ppo.train(
+        ppo.Args(**sizes, env_id="MountainCar-v0", eval_episodes=0, run_dir=f"{tmp_path}/run")
+    )
+    with pytest.raises(SystemExit, match="no game has ended"):
+        record.record(tmp_path / "run")
+    assert not list((tmp_path / "results").iterdir())
+
+
+def test_a_run_that_was_stopped_is_named_with_its_length(tmp_path, monkeypatch):
+    """Its command makes a run as long."""
+    ppo = load_script("ppo")
+    monkeypatch.setattr(record, "ROOT", tmp_path)
+    monkeypatch.setattr(record, "commit_of", lambda script, source: "0000000")
+    monkeypatch.setattr(ppo, "STOP", [2])
+    (tmp_path / "results" / "curves").mkdir(parents=True)
+    ppo.train(ppo.Args(num_steps=512, eval_episodes=0, run_dir=f"{tmp_path}/run"))
+    row = record.record(tmp_path / "run", label="long")
+    assert row["command"] == "python ppo.py --num-steps 512 --stop-at 2048 --eval-episodes 0"
+    assert (row["run"], row["resumes"]) == ("CartPole-v1__ppo__1__long", 0)
 
 
 def test_a_pause_is_no_training():

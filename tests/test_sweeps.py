@@ -28,14 +28,6 @@ KEYS = {
 METHODS = {"grid", "random", "bayes"}
 MACROS = {"${env}", "${interpreter}", "${program}", "${args}"}
 
-# appo_async.py has workers in the place of --num-envs
-SMALLEST = {
-    "appo_async": {
-        **{"num_workers": 1, "envs_per_worker": 2, "num_steps": 8, "minibatch_size": 16},
-        **{"num_minibatches": 1, "num_splits": 1, "total_timesteps": 32},
-    }
-} | TINY
-
 each_sweep = pytest.mark.parametrize("path", SWEEPS, ids=lambda path: path.stem)
 
 
@@ -84,7 +76,7 @@ def test_an_agents_command_trains(path, tmp_path):
     name = Path(sweep["program"]).stem
     cell = reproduce.cells(sweep | {"parameters": dict(sweep["parameters"])})[0]
     words = reproduce.agent_command(sweep | {"program": str(ROOT / sweep["program"])}, cell)
-    cut = SMALLEST[name] | {"eval_episodes": 0, "run_dir": "run"}
+    cut = TINY[name] | {"eval_episodes": 0, "run_dir": "run"}
     for key, value in cut.items():
         words.append(f"--{key.replace('_', '-')}" + ("" if value is True else f"={value}"))
     # one of them as it is, with W&B's own process, which takes seconds to start and to end
@@ -166,6 +158,12 @@ def test_reproduce_runs_each_cell_once(tmp_path):
     code, output = finish(start(tmp_path, SMALL))
     assert code == 0 and output.splitlines() == ["4 of 4 done, 0 running"]
     assert [path.stat().st_mtime_ns for path in results] == before
+    # nor does one with other flags take the same runs for its own
+    code, output = finish(start(tmp_path, SMALL, "--", "--gamma", "0.5"))
+    assert code == 2 and "was begun as `python ppo.py " in output and "--out" in output
+    assert (
+        finish(start(tmp_path, SMALL, "--list", "--out", "other", "--", "--gamma", "0.5"))[0] == 0
+    )
 
 
 def test_reproduce_keeps_cells_apart_whose_names_have_dots(tmp_path):
@@ -355,6 +353,20 @@ def test_compare_speed(compare, ratio, code, verdict, tmp_path):
     for pair in ((old, two), (two, old)):
         found, output = compare(*pair)
         assert found == 0 and "three rounds a side are needed to tell" in output
+
+
+def test_compare_names_what_one_file_lacks(compare, tmp_path):
+    """A guard that compares nothing has not said that all is well."""
+    rows = [
+        {"run": f"{env}__ppo__{seed}", "steps": 1000, "return_last100": 480}
+        for env in "AB"
+        for seed in (1, 2)
+    ]
+    both, one = write(tmp_path / "both.csv", rows), write(tmp_path / "one.csv", rows[:2])
+    code, output = compare(both, one)
+    assert code == 0 and "B ppo 1,000 steps: only in the old file" in output
+    code, output = compare(one, write(tmp_path / "other.csv", rows[2:]))
+    assert code == 2 and "nothing in common" in output
 
 
 def test_compare_refuses_other_files(compare, tmp_path):

@@ -20,11 +20,12 @@ from stable_baselines3.common.env_util import make_atari_env, make_vec_env
 from stable_baselines3.common.vec_env import VecFrameStack, VecNormalize
 
 WINDOW = 5_000
-SCHEDULE = {"ppo": 500_000, "ppo_continuous": 1_000_000}  # else 10M: our --total-timesteps
+# our --total-timesteps; all other scripts play Atari games, for 10M steps
+SCHEDULE = {"ppo": 500_000, "ppo_shared": 500_000, "ppo_continuous": 1_000_000}
 
 
 def make_model(script: str, num_envs: int, seed: int) -> PPO:
-    atari, continuous = script in ("ppo_atari", "envpool_ppo"), script == "ppo_continuous"
+    atari, continuous = script not in SCHEDULE, script == "ppo_continuous"
     num_steps, num_minibatches, num_epochs = (2048, 32, 10) if continuous else (128, 4, 4)
     learning_rate, clip = 3e-4 if continuous else 2.5e-4, 0.1 if atari else 0.2
     if atari:
