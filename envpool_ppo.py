@@ -19,7 +19,7 @@ Expected: Breakout, 500k of 10M steps: 14.5 and 16.5 over the last 100 games (2 
 
     python envpool_ppo.py --env-id Breakout-v5 --seed 1        # EnvPool's name of NoFrameskip-v4
     python envpool_ppo.py --resume runs/RUN                    # go on after Ctrl-C or a kill
-    python envpool_ppo.py --evaluate runs/RUN --capture-video  # ten games as MP4, runs/RUN/videos
+    python envpool_ppo.py --evaluate runs/RUN --capture-video  # one game as MP4, runs/RUN/videos
 """
 
 import difflib
@@ -90,7 +90,7 @@ class Args:
     track: bool = False  # log to Weights & Biases too
     wandb_project_name: str = "ppo"  # its project
     wandb_entity: str | None = None  # its team
-    capture_video: bool = False  # record the evaluation's games as MP4
+    capture_video: bool = False  # record the evaluation's first game as MP4
     run_dir: str | None = None  # where the run is kept; default runs/ENV__FILE__SEED__TIME
     checkpoint_every: float = 60.0  # seconds between two checkpoints
     stop_at: int | None = None  # save and end at this step; schedules still run to total-timesteps
@@ -104,12 +104,12 @@ class EnvPoolVectorEnv(gym.vector.VectorEnv):
     """The environments of one or more pools. recv(i) waits for what send(actions, i) has begun.
 
     num_envs environments are dealt out evenly; environment i has the seed `seed` + i, in whichever
-    pool it is. slices[p] says which ones are in pool p. video: the folder for a film of each game.
+    pool it is. slices[p] says which ones are in pool p. video: the folder for a film of the first
+    game of environment 0.
     """
 
     def __init__(self, pools: list, video: str | None = None):
-        self.pools, self.video = pools, video
-        self.films, self.seen = {}, set()  # of each environment: its film, and whether it is whole
+        self.pools, self.video, self.film = pools, video, None
         bounds = np.cumsum([0, *(pool.config["num_envs"] for pool in pools)]).tolist()
         self.slices = [slice(*pair) for pair in pairwise(bounds)]
         self.num_envs = bounds[-1]
@@ -133,7 +133,8 @@ class EnvPoolVectorEnv(gym.vector.VectorEnv):
         self.scores[here] += info.get("reward", reward)
         self.lengths[here] += 1
         over = info.get("terminated", terminated) | truncated
-        frames = pool.render(env_ids=info["env_id"]) if self.video else None
+        if self.video and p == 0:
+            self.add_frame(pool.render(env_ids=info["env_id"][:1])[0])
 
         infos, done = {}, np.flatnonzero(terminated | truncated).astype(np.int32)
         if len(done):
@@ -149,8 +150,8 @@ class EnvPoolVectorEnv(gym.vector.VectorEnv):
                 over[done] |= fresh["lives"] > info["lives"][done]
 
         over = here.start + np.flatnonzero(over)
-        if self.video:
-            self.film(frames, over)
+        if 0 in over:
+            self.video = None  # the film is whole
         infos["episodes"] = [(i, float(self.scores[i]), int(self.lengths[i])) for i in over]
         self.scores[over], self.lengths[over] = 0, 0
         return obs, reward, terminated, truncated, infos
@@ -159,22 +160,18 @@ class EnvPoolVectorEnv(gym.vector.VectorEnv):
         self.send(actions)
         return self.recv()
 
-    def film(self, frames: np.ndarray, over: np.ndarray) -> None:
-        """Add a frame to the film of each environment's first game."""
+    def add_frame(self, frame: np.ndarray) -> None:
+        """Add a frame, (height, width, 3), to the film."""
         from moviepy.video.io.ffmpeg_writer import FFMPEG_VideoWriter
 
-        for i, frame in enumerate(frames):
-            if i not in self.films:
-                os.makedirs(self.video, exist_ok=True)
-                path = f"{self.video}/game-{i}.mp4"
-                self.films[i] = FFMPEG_VideoWriter(path, frame.shape[1::-1], fps=15)
-            if i not in self.seen:
-                self.films[i].write_frame(frame)
-        self.seen.update(over)
+        if self.film is None:
+            os.makedirs(self.video, exist_ok=True)
+            self.film = FFMPEG_VideoWriter(f"{self.video}/game.mp4", frame.shape[1::-1], fps=15)
+        self.film.write_frame(frame)
 
     def close_extras(self, **kwargs) -> None:
-        for film in self.films.values():
-            film.close()
+        if self.film is not None:
+            self.film.close()
 
 
 def make_pool(args: Args, num_envs: int, seed: int, video: bool):
@@ -307,7 +304,7 @@ class Agent(nn.Module):
             # a race: noise is Exp(1), so action a has the largest quotient with probability pi[a]
             noise = torch.empty_like(pi).exponential_()
             action = (pi / noise).argmax(-1)
-        logprob = log_pi.gather(-1, action.unsqueeze(-1)).squeeze(-1)
+        logprob = log_pi.gather(-1, action.long().unsqueeze(-1)).squeeze(-1)
         entropy = -(pi * log_pi).sum(-1)
         return action, logprob, entropy, self.critic(hidden).squeeze(-1)
 
@@ -453,11 +450,12 @@ def train(args: Args) -> dict:
                 pg_loss = torch.max(pg_loss1, pg_loss2).mean()
 
                 # [core 9] Value loss clipping around the value that the rollout predicted
-                v_loss = (newvalue - b_returns[mb_inds]) ** 2
+                mb_returns = b_returns[mb_inds]
+                v_loss = (newvalue - mb_returns) ** 2
                 if args.clip_vloss:
                     mb_values = b_values[mb_inds]
                     v_clipped = mb_values + (newvalue - mb_values).clamp(-clip_coef, clip_coef)
-                    v_loss = torch.max(v_loss, (v_clipped - b_returns[mb_inds]) ** 2)
+                    v_loss = torch.max(v_loss, (v_clipped - mb_returns) ** 2)
                 v_loss = 0.5 * v_loss.mean()
 
                 # [core 10] One loss for policy and value, less an entropy bonus
@@ -546,10 +544,11 @@ def check(args: Args) -> None:
     if args.device != "auto" and not torch.get_device_module(args.device).device_count():
         fail("device", f"PyTorch {torch.__version__} finds no {args.device} here: use --device cpu")
     folder = Path(args.run_dir or "runs").absolute()
-    if not (args.resume or args.evaluate) and (folder / "checkpoint.pt").exists():
+    if not (args.resume or args.evaluate) and os.path.exists(folder / "checkpoint.pt"):
         fail("run_dir", f"{folder} holds a run: --resume it, or choose another directory")
-    folder = next(path for path in (folder, *folder.parents) if path.exists())
-    if not (folder.is_dir() and os.access(folder, os.W_OK)):
+    folder = next(path for path in (folder, *folder.parents) if os.path.exists(path))
+    writes = not args.evaluate or args.capture_video
+    if writes and not (os.path.isdir(folder) and os.access(folder, os.W_OK)):
         fail("run_dir", f"cannot write in {folder}")
     with warnings.catch_warnings(action="ignore"):
         try_out(args)
@@ -591,7 +590,7 @@ def try_out(args: Args) -> None:
 def load(flag: str, run_dir: str) -> dict:
     """Read a checkpoint. It holds tensors, numbers and strings only, so no code can hide in it."""
     path = Path(run_dir, "checkpoint.pt")
-    if not path.exists():
+    if not os.path.exists(path):  # Path.exists() fails where one may not look
         fail(flag, f"there is no {path}")
     try:
         if zipfile.ZipFile(path).testzip():  # compares checksums, which torch.load does not
@@ -655,12 +654,14 @@ def open_run(args: Args) -> tuple[dict, SummaryWriter]:
     chosen = args.resume or args.run_dir
     args.run_dir = chosen or f"runs/{name}"
     os.makedirs(args.run_dir, exist_ok=bool(chosen))
+    Path(args.run_dir, "result.json").unlink(missing_ok=True)  # until this run has ended
     Path(args.run_dir, "args.json").write_text(json.dumps(asdict(args), indent=1))
     shutil.copyfile(__file__, Path(args.run_dir, "source.py"))
     if args.track:
         import wandb
 
-        names = {"project": args.wandb_project_name, "entity": args.wandb_entity, "name": name}
+        names = {"project": args.wandb_project_name, "entity": args.wandb_entity}
+        names["name"] = Path(args.run_dir).name
         wandb_run = {"id": run["wandb_id"], "resume": "allow", "config": asdict(args)}
         run["wandb_id"] = wandb.init(**names, **wandb_run, sync_tensorboard=True, save_code=True).id
     precision = getattr(args, "precision", "fp32")
@@ -764,6 +765,10 @@ def parse(argv: list[str] | None = None) -> Args:
         batch_size = args.num_envs * args.num_steps
         if args.resume and run["global_step"] // batch_size >= args.total_timesteps // batch_size:
             fail(flag, f"{run_dir} is finished: go further with --total-timesteps")
+        if args.resume and run["global_step"] % batch_size:
+            fail(
+                flag, f"step {run['global_step']} is no multiple of a batch of {batch_size} samples"
+            )
         if args.resume and args.stop_at and args.stop_at <= run["global_step"]:
             fail("stop_at", f"{run_dir} is at step {run['global_step']} already")
     check(args)
@@ -786,8 +791,10 @@ if __name__ == "__main__":
     args = parse()
     try:
         evaluate(args, load("evaluate", args.evaluate)) if args.evaluate else train(args)
-    except (FloatingPointError, OSError) as error:  # a gradient gone wrong, a full disk
+    except (FloatingPointError, OSError, EOFError) as error:  # a gradient gone wrong, a full disk
         disk = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
-        if getattr(error, "errno", None) not in (None, *disk):
+        other = isinstance(error, EOFError) or getattr(error, "errno", None) not in (None, *disk)
+        if other and not STOP:  # a signal may have ended the environments' processes as well
             raise  # the disk is not to blame: perhaps the environment is
-        sys.exit(f"error: {error}; what was saved in {args.run_dir} is kept")
+        sys.unraisablehook = lambda _: None  # of what can no longer be closed
+        sys.exit(f"error: {str(error) or repr(error)}; what was saved in {args.run_dir} is kept")

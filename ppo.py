@@ -14,7 +14,7 @@ Expected: CartPole-v1, 500k steps: 466 to 500 over the last 100 episodes (seeds 
 
     python ppo.py --env-id CartPole-v1 --seed 1          # train; curves: tensorboard --logdir runs
     python ppo.py --resume runs/RUN                      # go on after Ctrl-C, a kill or a power cut
-    python ppo.py --evaluate runs/RUN --capture-video    # ten games, as MP4 in runs/RUN/videos
+    python ppo.py --evaluate runs/RUN --capture-video    # one game as MP4, runs/RUN/videos
 """
 
 import errno
@@ -78,7 +78,7 @@ class Args:
     track: bool = False  # log to Weights & Biases too
     wandb_project_name: str = "ppo"  # its project
     wandb_entity: str | None = None  # its team
-    capture_video: bool = False  # record the evaluation's games as MP4
+    capture_video: bool = False  # record the evaluation's first game as MP4
     run_dir: str | None = None  # where the run is kept; default runs/ENV__FILE__SEED__TIME
     checkpoint_every: float = 60.0  # seconds between two checkpoints
     stop_at: int | None = None  # save and end at this step; schedules still run to total-timesteps
@@ -91,18 +91,19 @@ class Args:
 def make_envs(args: Args, num_envs: int, seed: int, frozen: dict | None = None):
     """Make num_envs environments, environment i seeded with seed + i.
 
-    frozen: the checkpoint that is evaluated, None in training. Only an evaluation records video.
+    frozen: the checkpoint that is evaluated, None in training. Only its first game is filmed, for
+    every frame of a film is kept in memory until the game ends.
     Returns the vector environment and its first observations, (num_envs, *observation_shape).
     """
-    video = args.capture_video and frozen is not None
 
     def make_env(index: int) -> gym.Env:
+        video = args.capture_video and frozen is not None and index == 0
         env = gym.make(args.env_id, **({"render_mode": "rgb_array"} if video else {}))
         env = gym.wrappers.RecordEpisodeStatistics(env)
         if env.observation_space.dtype != np.float32:
             env = gym.wrappers.DtypeObservation(env, np.float32)
         if video:
-            folder = f"{args.run_dir}/videos/game-{index}"
+            folder = f"{args.run_dir}/videos"
             env = gym.wrappers.RecordVideo(env, folder, lambda game: game == 0)
         return env
 
@@ -184,7 +185,7 @@ class Agent(nn.Module):
             # a race: noise is Exp(1), so action a has the largest quotient with probability pi[a]
             noise = torch.empty_like(pi).exponential_()
             action = (pi / noise).argmax(-1)
-        logprob = log_pi.gather(-1, action.unsqueeze(-1)).squeeze(-1)
+        logprob = log_pi.gather(-1, action.long().unsqueeze(-1)).squeeze(-1)
         entropy = -(pi * log_pi).sum(-1)
         return action, logprob, entropy, self.get_value(x)
 
@@ -318,11 +319,12 @@ def train(args: Args) -> dict:
                 pg_loss = torch.max(pg_loss1, pg_loss2).mean()
 
                 # [core 9] Value loss clipping around the value that the rollout predicted
-                v_loss = (newvalue - b_returns[mb_inds]) ** 2
+                mb_returns = b_returns[mb_inds]
+                v_loss = (newvalue - mb_returns) ** 2
                 if args.clip_vloss:
                     mb_values = b_values[mb_inds]
                     v_clipped = mb_values + (newvalue - mb_values).clamp(-clip_coef, clip_coef)
-                    v_loss = torch.max(v_loss, (v_clipped - b_returns[mb_inds]) ** 2)
+                    v_loss = torch.max(v_loss, (v_clipped - mb_returns) ** 2)
                 v_loss = 0.5 * v_loss.mean()
 
                 # [core 10] One loss for policy and value, less an entropy bonus
@@ -409,10 +411,11 @@ def check(args: Args) -> None:
     if args.device != "auto" and not torch.get_device_module(args.device).device_count():
         fail("device", f"PyTorch {torch.__version__} finds no {args.device} here: use --device cpu")
     folder = Path(args.run_dir or "runs").absolute()
-    if not (args.resume or args.evaluate) and (folder / "checkpoint.pt").exists():
+    if not (args.resume or args.evaluate) and os.path.exists(folder / "checkpoint.pt"):
         fail("run_dir", f"{folder} holds a run: --resume it, or choose another directory")
-    folder = next(path for path in (folder, *folder.parents) if path.exists())
-    if not (folder.is_dir() and os.access(folder, os.W_OK)):
+    folder = next(path for path in (folder, *folder.parents) if os.path.exists(path))
+    writes = not args.evaluate or args.capture_video
+    if writes and not (os.path.isdir(folder) and os.access(folder, os.W_OK)):
         fail("run_dir", f"cannot write in {folder}")
     with warnings.catch_warnings(action="ignore"):
         try_out(args)
@@ -455,7 +458,7 @@ def try_out(args: Args) -> None:
 def load(flag: str, run_dir: str) -> dict:
     """Read a checkpoint. It holds tensors, numbers and strings only, so no code can hide in it."""
     path = Path(run_dir, "checkpoint.pt")
-    if not path.exists():
+    if not os.path.exists(path):  # Path.exists() fails where one may not look
         fail(flag, f"there is no {path}")
     try:
         if zipfile.ZipFile(path).testzip():  # compares checksums, which torch.load does not
@@ -519,12 +522,14 @@ def open_run(args: Args) -> tuple[dict, SummaryWriter]:
     chosen = args.resume or args.run_dir
     args.run_dir = chosen or f"runs/{name}"
     os.makedirs(args.run_dir, exist_ok=bool(chosen))
+    Path(args.run_dir, "result.json").unlink(missing_ok=True)  # until this run has ended
     Path(args.run_dir, "args.json").write_text(json.dumps(asdict(args), indent=1))
     shutil.copyfile(__file__, Path(args.run_dir, "source.py"))
     if args.track:
         import wandb
 
-        names = {"project": args.wandb_project_name, "entity": args.wandb_entity, "name": name}
+        names = {"project": args.wandb_project_name, "entity": args.wandb_entity}
+        names["name"] = Path(args.run_dir).name
         wandb_run = {"id": run["wandb_id"], "resume": "allow", "config": asdict(args)}
         run["wandb_id"] = wandb.init(**names, **wandb_run, sync_tensorboard=True, save_code=True).id
     precision = getattr(args, "precision", "fp32")
@@ -628,6 +633,10 @@ def parse(argv: list[str] | None = None) -> Args:
         batch_size = args.num_envs * args.num_steps
         if args.resume and run["global_step"] // batch_size >= args.total_timesteps // batch_size:
             fail(flag, f"{run_dir} is finished: go further with --total-timesteps")
+        if args.resume and run["global_step"] % batch_size:
+            fail(
+                flag, f"step {run['global_step']} is no multiple of a batch of {batch_size} samples"
+            )
         if args.resume and args.stop_at and args.stop_at <= run["global_step"]:
             fail("stop_at", f"{run_dir} is at step {run['global_step']} already")
     check(args)
@@ -650,8 +659,10 @@ if __name__ == "__main__":
     args = parse()
     try:
         evaluate(args, load("evaluate", args.evaluate)) if args.evaluate else train(args)
-    except (FloatingPointError, OSError) as error:  # a gradient gone wrong, a full disk
+    except (FloatingPointError, OSError, EOFError) as error:  # a gradient gone wrong, a full disk
         disk = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
-        if getattr(error, "errno", None) not in (None, *disk):
+        other = isinstance(error, EOFError) or getattr(error, "errno", None) not in (None, *disk)
+        if other and not STOP:  # a signal may have ended the environments' processes as well
             raise  # the disk is not to blame: perhaps the environment is
-        sys.exit(f"error: {error}; what was saved in {args.run_dir} is kept")
+        sys.unraisablehook = lambda _: None  # of what can no longer be closed
+        sys.exit(f"error: {str(error) or repr(error)}; what was saved in {args.run_dir} is kept")

@@ -21,7 +21,7 @@ Expected: Breakout, 300k of 10M steps: 15.1 over the last 100 games (seed 1, bf1
 
     python ppo_lstm.py --env-id BreakoutNoFrameskip-v4 --seed 1
     python ppo_lstm.py --resume runs/RUN                      # go on after Ctrl-C or a kill
-    python ppo_lstm.py --evaluate runs/RUN --capture-video    # ten games as MP4, runs/RUN/videos
+    python ppo_lstm.py --evaluate runs/RUN --capture-video    # one game as MP4, runs/RUN/videos
 """
 
 import errno
@@ -91,7 +91,7 @@ class Args:
     track: bool = False  # log to Weights & Biases too
     wandb_project_name: str = "ppo"  # its project
     wandb_entity: str | None = None  # its team
-    capture_video: bool = False  # record the evaluation's games as MP4
+    capture_video: bool = False  # record the evaluation's first game as MP4
     run_dir: str | None = None  # where the run is kept; default runs/ENV__FILE__SEED__TIME
     checkpoint_every: float = 60.0  # seconds between two checkpoints
     stop_at: int | None = None  # save and end at this step; schedules still run to total-timesteps
@@ -209,19 +209,20 @@ class ClipRewardEnv(gym.RewardWrapper):
 def make_envs(args: Args, num_envs: int, seed: int, frozen: dict | None = None):
     """Make num_envs environments, environment i seeded with seed + i.
 
-    frozen: the checkpoint that is evaluated, None in training. Only an evaluation records video.
+    frozen: the checkpoint that is evaluated, None in training. Only its first game is filmed, for
+    every frame of a film is kept in memory until the game ends.
     Returns the vector environment and its first observations, (num_envs, *observation_shape).
     """
-    video = args.capture_video and frozen is not None
 
     def make_env(index: int) -> gym.Env:
+        video = args.capture_video and frozen is not None and index == 0
         env = gym.make(args.env_id, **({"render_mode": "rgb_array"} if video else {}))
         # innermost: whole games and raw scores, whatever the wrappers make of them
         env = gym.wrappers.RecordEpisodeStatistics(env)
         env = NoopResetEnv(env)
         env = MaxAndSkipEnv(env)
         if video:
-            folder = f"{args.run_dir}/videos/game-{index}"
+            folder = f"{args.run_dir}/videos"
             env = gym.wrappers.RecordVideo(env, folder, lambda game: game == 0, fps=15)
         env = EpisodicLifeEnv(env)
         if "FIRE" in env.unwrapped.get_action_meanings():
@@ -360,7 +361,7 @@ class Agent(nn.Module):
             # a race: noise is Exp(1), so action a has the largest quotient with probability pi[a]
             noise = torch.empty_like(pi).exponential_()
             action = (pi / noise).argmax(-1)
-        logprob = log_pi.gather(-1, action.unsqueeze(-1)).squeeze(-1)
+        logprob = log_pi.gather(-1, action.long().unsqueeze(-1)).squeeze(-1)
         entropy = -(pi * log_pi).sum(-1)
         return action, logprob, entropy, self.critic(hidden).squeeze(-1), lstm_state
 
@@ -453,10 +454,10 @@ def train(args: Args) -> dict:
                 # [beyond 1] An episode that a time limit cut off would have gone on. What that
                 # would be worth joins its last reward, since GAE sees an end there and stops.
                 final_obs = tensor(np.stack(infos["final_obs"][cut]), obs.dtype)
-                not_done = torch.zeros(len(final_obs), device=device)
+                final_done = torch.zeros(len(final_obs), device=device)
                 with torch.inference_mode():
                     rewards[step, tensor(cut)] += args.gamma * agent.get_value(
-                        final_obs, next_lstm_state[:, tensor(cut)], not_done
+                        final_obs, next_lstm_state[:, tensor(cut)], final_done
                     )
             for _, episodic_return, episodic_length in finished_episodes(infos):
                 run["episodes"] += 1
@@ -509,11 +510,12 @@ def train(args: Args) -> dict:
                 pg_loss = torch.max(pg_loss1, pg_loss2).mean()
 
                 # [core 9] Value loss clipping around the value that the rollout predicted
-                v_loss = (newvalue - b_returns[mb_inds]) ** 2
+                mb_returns = b_returns[mb_inds]
+                v_loss = (newvalue - mb_returns) ** 2
                 if args.clip_vloss:
                     mb_values = b_values[mb_inds]
                     v_clipped = mb_values + (newvalue - mb_values).clamp(-clip_coef, clip_coef)
-                    v_loss = torch.max(v_loss, (v_clipped - b_returns[mb_inds]) ** 2)
+                    v_loss = torch.max(v_loss, (v_clipped - mb_returns) ** 2)
                 v_loss = 0.5 * v_loss.mean()
 
                 # [core 10] One loss for policy and value, less an entropy bonus
@@ -600,10 +602,11 @@ def check(args: Args) -> None:
     if args.device != "auto" and not torch.get_device_module(args.device).device_count():
         fail("device", f"PyTorch {torch.__version__} finds no {args.device} here: use --device cpu")
     folder = Path(args.run_dir or "runs").absolute()
-    if not (args.resume or args.evaluate) and (folder / "checkpoint.pt").exists():
+    if not (args.resume or args.evaluate) and os.path.exists(folder / "checkpoint.pt"):
         fail("run_dir", f"{folder} holds a run: --resume it, or choose another directory")
-    folder = next(path for path in (folder, *folder.parents) if path.exists())
-    if not (folder.is_dir() and os.access(folder, os.W_OK)):
+    folder = next(path for path in (folder, *folder.parents) if os.path.exists(path))
+    writes = not args.evaluate or args.capture_video
+    if writes and not (os.path.isdir(folder) and os.access(folder, os.W_OK)):
         fail("run_dir", f"cannot write in {folder}")
     with warnings.catch_warnings(action="ignore"):
         try_out(args)
@@ -646,7 +649,7 @@ def try_out(args: Args) -> None:
 def load(flag: str, run_dir: str) -> dict:
     """Read a checkpoint. It holds tensors, numbers and strings only, so no code can hide in it."""
     path = Path(run_dir, "checkpoint.pt")
-    if not path.exists():
+    if not os.path.exists(path):  # Path.exists() fails where one may not look
         fail(flag, f"there is no {path}")
     try:
         if zipfile.ZipFile(path).testzip():  # compares checksums, which torch.load does not
@@ -710,12 +713,14 @@ def open_run(args: Args) -> tuple[dict, SummaryWriter]:
     chosen = args.resume or args.run_dir
     args.run_dir = chosen or f"runs/{name}"
     os.makedirs(args.run_dir, exist_ok=bool(chosen))
+    Path(args.run_dir, "result.json").unlink(missing_ok=True)  # until this run has ended
     Path(args.run_dir, "args.json").write_text(json.dumps(asdict(args), indent=1))
     shutil.copyfile(__file__, Path(args.run_dir, "source.py"))
     if args.track:
         import wandb
 
-        names = {"project": args.wandb_project_name, "entity": args.wandb_entity, "name": name}
+        names = {"project": args.wandb_project_name, "entity": args.wandb_entity}
+        names["name"] = Path(args.run_dir).name
         wandb_run = {"id": run["wandb_id"], "resume": "allow", "config": asdict(args)}
         run["wandb_id"] = wandb.init(**names, **wandb_run, sync_tensorboard=True, save_code=True).id
     precision = getattr(args, "precision", "fp32")
@@ -822,6 +827,10 @@ def parse(argv: list[str] | None = None) -> Args:
         batch_size = args.num_envs * args.num_steps
         if args.resume and run["global_step"] // batch_size >= args.total_timesteps // batch_size:
             fail(flag, f"{run_dir} is finished: go further with --total-timesteps")
+        if args.resume and run["global_step"] % batch_size:
+            fail(
+                flag, f"step {run['global_step']} is no multiple of a batch of {batch_size} samples"
+            )
         if args.resume and args.stop_at and args.stop_at <= run["global_step"]:
             fail("stop_at", f"{run_dir} is at step {run['global_step']} already")
     check(args)
@@ -844,8 +853,10 @@ if __name__ == "__main__":
     args = parse()
     try:
         evaluate(args, load("evaluate", args.evaluate)) if args.evaluate else train(args)
-    except (FloatingPointError, OSError) as error:  # a gradient gone wrong, a full disk
+    except (FloatingPointError, OSError, EOFError) as error:  # a gradient gone wrong, a full disk
         disk = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
-        if getattr(error, "errno", None) not in (None, *disk):
+        other = isinstance(error, EOFError) or getattr(error, "errno", None) not in (None, *disk)
+        if other and not STOP:  # a signal may have ended the environments' processes as well
             raise  # the disk is not to blame: perhaps the environment is
-        sys.exit(f"error: {error}; what was saved in {args.run_dir} is kept")
+        sys.unraisablehook = lambda _: None  # of what can no longer be closed
+        sys.exit(f"error: {str(error) or repr(error)}; what was saved in {args.run_dir} is kept")

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT, load_script, run_script, source_of
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_faults import PATIENCE, checkpoint, printed_command, saved, session, wait_for
 
 SCRIPT = ROOT / "appo_async.py"
@@ -248,6 +249,15 @@ def test_fault_ends_all_processes(fault, start, tmp_path, monkeypatch):
         goes_on(tmp_path, monkeypatch)
 
 
+def test_learner_that_fails_ends_all_processes(start):
+    """By itself, while its workers are well."""
+    run = start("--env-id", "faulty_envs:NanAtari-v0", *SMALL, "--total-timesteps", 10**7)
+    assert run.ends() == 1
+    line = run.err.splitlines()[-1]  # behind Gymnasium's warnings
+    assert line.startswith("error: the gradient is not finite after step 32; what was saved in ")
+    assert "Traceback" not in run.err
+
+
 @pytest.mark.parametrize(
     "role", ["appo learner", pytest.param("appo policy 0", marks=pytest.mark.slow)]
 )
@@ -453,7 +463,7 @@ def test_too_little_shared_memory(start, tmp_path):
     words = r"error: --envs-per-worker: (\d+) MB of shared memory are needed, 67 MB are free: "
     needed = re.match(words + r"use fewer, or docker run --shm-size=\d+m$", line)
     assert int(needed[1]) > 67
-    assert list(tmp_path.glob("*")) == [tmp_path / "err", tmp_path / "out"] or not saved(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["err", "out"]
 
 
 def test_just_enough_shared_memory(start):
@@ -534,6 +544,18 @@ def serial(script, folder: Path, **more) -> dict:
     args = script.Args(env_id="toy_envs:ToyAtari-v0", run_dir=str(folder), **sizes | more)
     script.train(args)
     return checkpoint("appo_async", folder)
+
+
+def test_bf16_in_worker_and_learner(tmp_path):
+    """The worker casts the network once, the learner in each pass: they say nearly the same."""
+    kl = {}
+    for precision in ("fp32", "bf16"):
+        serial(load_script("appo_async"), tmp_path / precision, precision=precision, num_splits=1)
+        log = EventAccumulator(str(tmp_path / precision)).Reload()
+        kl[precision] = abs(log.Scalars("losses/old_approx_kl")[0].value)
+    assert kl["fp32"] < 1e-6 and kl["bf16"] < 1e-3
+    fp32, bf16 = (checkpoint("appo_async", tmp_path / name)["agent"] for name in kl)
+    assert any(not torch.equal(fp32[name], bf16[name]) for name in fp32)
 
 
 @pytest.mark.parametrize("more", [{}, {"rnn": "gru", "num_policy_workers": 2, "num_splits": 1}])

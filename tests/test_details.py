@@ -292,7 +292,7 @@ def implied_advantages(seen):
 
 
 @shown_by("core 7")
-def test_core_07_advantage_normalization(script, tmp_path):
+def test_core_07_advantage_normalization(script, tmp_path, monkeypatch):
     unclipped = {"clip_coef": 1e3, "learning_rate": 0.1}
     seen = watch(script, tmp_path, **unclipped)
     for advantages, used in implied_advantages(seen):
@@ -302,6 +302,22 @@ def test_core_07_advantage_normalization(script, tmp_path):
     seen = watch(script, tmp_path, norm_adv=False, **unclipped)
     for advantages, used in implied_advantages(seen):
         assert_close(used, advantages, rtol=1e-3, atol=1e-4)
+
+    # the 1e-8 is there: of advantages that deviate by 1e-6 it takes a hundredth
+    class Blind(detail_probes.LinearAgent):
+        def __init__(self, envs, args):
+            super().__init__(envs, args)
+            nn.init.zeros_(self.critic.weight)
+            nn.init.zeros_(self.critic.bias)
+
+    monkeypatch.setattr(detail_probes, "LinearAgent", Blind)
+    envs = detail_probes.ScriptedEnvs(script, 2)
+    envs.rewards *= 1e-6
+    seen = watch(script, tmp_path, envs=envs, gamma=0.0, learning_rate=0.0, clip_coef=1e3)
+    for advantages, used in implied_advantages(seen):
+        std = ((advantages - advantages.mean()) ** 2).mean().sqrt()
+        assert 1e-7 < std < 1e-5
+        assert_close(used, (advantages - advantages.mean()) / (std + 1e-8), rtol=1e-3, atol=1e-4)
 
 
 def policy_gradient(logprob, old_logprob, advantages, clip_coef):

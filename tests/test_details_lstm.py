@@ -278,14 +278,18 @@ ENDS += [(7, 1, "terminated"), (8, 1, "terminated"), (11, 3, "truncated")]
 
 @shown_by("lstm 1")
 def test_lstm_01_initialization(script):
-    lstm = make_agent(script).lstm
+    is_lstm = script.__name__ == "ppo_lstm"
+    lstm = make_agent(script).lstm if is_lstm else make_agent(script, rnn="gru").gru
     parameters = {name: p.detach().double() for name, p in lstm.named_parameters()}
     weight_ih, weight_hh = parameters.pop("weight_ih_l0"), parameters.pop("weight_hh_l0")
-    assert weight_ih.shape == (4 * 128, 512) and weight_hh.shape == (4 * 128, 128)
-    # orthogonal as a whole, the four gates together
+    gates, size = (4, 128) if is_lstm else (3, 512)
+    assert weight_ih.shape == (gates * size, 512) and weight_hh.shape == (gates * size, size)
+    # orthogonal as a whole, all gates together
     for weight in (weight_ih, weight_hh):
         assert_close(weight.T @ weight, torch.eye(weight.shape[1]), atol=1e-5)
     assert parameters and not any(bias.any() for bias in parameters.values())
+    if not is_lstm:
+        return
     # so, where nothing is seen and nothing was said, half of the cell is forgotten
     cell = torch.randn(1, 128)
     _, (h, c) = lstm(torch.zeros(1, 512), (torch.zeros(1, 128), cell))

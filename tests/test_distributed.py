@@ -106,6 +106,8 @@ def play(folder: Path, size: int | None, *argv: object, prepare=None, name=SCRIP
     for process in processes:
         process.start()
     processes[0].join(PATIENCE)
+    processes[0].kill()  # if it hangs
+    processes[0].join()
     for process in processes[1:]:
         process.join(2 if processes[0].exitcode else PATIENCE)
         process.terminate()  # as torchrun does once one has failed
@@ -298,7 +300,7 @@ def test_other_arguments_on_the_other_machine(tmp_path):
     assert group.codes == [2, 2]
     for err in group.errs:
         (line,) = err.splitlines()
-        assert line.startswith("error: --run-dir: arguments differ")
+        assert line.startswith("error: --seed: differs between the processes")
     assert not group.run.exists()
 
 

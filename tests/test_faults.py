@@ -182,33 +182,33 @@ def printed_command(stdout: str) -> list[str]:
     ("name", "signum"), [("ppo", signal.SIGINT), ("ppo_shared", signal.SIGTERM)]
 )
 def test_signal_saves_and_ends(name, signum, start, tmp_path):
-    sizes = ["--total-timesteps", 10_240, "--eval-episodes", 1, "--checkpoint-every", 1000]
+    sizes = ["--total-timesteps", 30_720, "--eval-episodes", 1, "--checkpoint-every", 1000]
     process = start(name, "--run-dir", "run", *sizes)
     wait_for(lambda: saved(tmp_path / "run"), "checkpoint")
     process.send_signal(signum)
     stdout, stderr = process.communicate(timeout=PATIENCE)
     assert (process.returncode, stderr) == (0, "")
     step = checkpoint(name, tmp_path / "run")["global_step"]
-    assert 512 < step < 10_240  # an iteration after the one that saved before
+    assert 512 < step < 30_720  # an iteration after the one that saved before
     assert '"finished": false' in (tmp_path / "run" / "result.json").read_text()
 
     again = run_forked(*printed_command(stdout), cwd=tmp_path)
     assert again.returncode == 0, again.stderr
     assert f"going on after step {step:,}" in again.stdout
-    assert checkpoint(name, tmp_path / "run")["global_step"] == 10_240
+    assert checkpoint(name, tmp_path / "run")["global_step"] == 30_720
 
 
 def test_stop_at_survives_a_signal(start, tmp_path):
     """The printed command still ends where --stop-at said."""
-    sizes = ["--total-timesteps", 40_960, "--stop-at", 5120, "--checkpoint-every", 0]
+    sizes = ["--total-timesteps", 40_960, "--stop-at", 20_480, "--checkpoint-every", 0]
     process = start("ppo", "--run-dir", "run", *sizes)
     wait_for(lambda: saved(tmp_path / "run"), "checkpoint")
     process.send_signal(signal.SIGINT)
     stdout, _ = process.communicate(timeout=PATIENCE)
-    assert checkpoint("ppo", tmp_path / "run")["global_step"] < 5120
+    assert checkpoint("ppo", tmp_path / "run")["global_step"] < 20_480
     again = run_forked(*printed_command(stdout), cwd=tmp_path)
     assert again.returncode == 0, again.stderr
-    assert checkpoint("ppo", tmp_path / "run")["global_step"] == 5120
+    assert checkpoint("ppo", tmp_path / "run")["global_step"] == 20_480
 
 
 def test_second_signal_ends_at_once(start, tmp_path):
@@ -238,6 +238,21 @@ def test_ctrl_c_reaches_every_process(name, argv, size, start, tmp_path):
     assert (process.returncode, stderr) == (0, "")
     assert "--resume run" in stdout
     assert checkpoint(name, tmp_path / "run")["global_step"] > 32
+    wait_for(lambda: not session(process), "end of all processes", timeout=10)
+
+
+def test_sigterm_that_reaches_every_process(start, tmp_path):
+    """As from systemd, Slurm and timeout. The environments' processes end at once: no traceback."""
+    name, argv, size = WORKERS.values
+    process = start(name, "--run-dir", "run", *argv, "--checkpoint-every", 0)
+    wait_for(lambda: saved(tmp_path / "run"), "checkpoint")
+    assert len(session(process)) >= size
+    os.killpg(process.pid, signal.SIGTERM)
+    _, stderr = process.communicate(timeout=PATIENCE)
+    assert "Traceback" not in stderr and stderr.count("error: ") == (process.returncode != 0)
+    if process.returncode:  # else the iteration ended before the processes were asked again
+        assert stderr.strip().endswith("what was saved in run is kept")
+    assert checkpoint(name, tmp_path / "run")["global_step"] > 0
     wait_for(lambda: not session(process), "end of all processes", timeout=10)
 
 

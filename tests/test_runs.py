@@ -17,6 +17,7 @@ from ctypes.util import find_library
 from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import cv2
 import fake_envpool
@@ -396,11 +397,18 @@ def test_value_loss_of_parts_is_that_of_the_whole(script):
 # === Evaluated
 
 
-def test_evaluation_changes_no_training(script):
-    with_games = train(script, "with", eval_episodes=2)
-    without = train(script, "without")
-    assert same_state(with_games, without)
-    assert scalars("with") == scalars("without")
+def test_the_published_measure(script, monkeypatch, capsys):
+    """Of all games the last hundred are kept, and shown is the mean of the last twenty."""
+    monkeypatch.setattr(script, "RANK", 0, raising=False)
+    run = {"global_step": 2000, "seconds": 10.0, "returns": [float(i) for i in range(150)]}
+    metrics = {f"charts/policy_lag_{name}": 1.0 for name in ("min", "mean", "max")}
+    metrics |= {f"charts/waiting_{role}": 0.5 for role in ("rollout", "policy", "learner")}
+    args, writer = script.Args(stop_at=5000), SimpleNamespace(add_scalar=lambda *_: None)
+    script.log(args, run, writer, metrics, False)
+    assert run["returns"] == [float(i) for i in range(50, 150)]
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("2,000 of 5,000 steps | return 139.5 | ")
+    assert line.endswith(" | 0:00:15 left")  # 3,000 steps at 200 a second
 
 
 def test_evaluation_leaves_the_run_alone(script):
@@ -551,8 +559,9 @@ no_egl = pytest.mark.skipif(not find_library("EGL"), reason="MuJoCo cannot draw 
 def test_video(name, env_id):
     script = load_script(name)
     run = train(script, "run", env_id=env_id)
-    args = script.parse(["--evaluate", "run", "--capture-video", "--eval-episodes", "1"])
-    assert len(script.evaluate(args, run)) == 1
+    args = script.parse(["--evaluate", "run", "--capture-video", "--eval-episodes", "2"])
+    assert len(script.evaluate(args, run)) == 2
+    # of one game: RecordVideo keeps all frames in memory, 7 GB of ten HalfCheetahs
     (film,) = Path("run", "videos").rglob("*.mp4")
     video, frames = cv2.VideoCapture(str(film)), []
     while (grabbed := video.read())[0]:
@@ -647,12 +656,42 @@ def test_wandb_offline_keeps_its_id():
     script = load_script("ppo")
     first = script.load("resume", "run")["wandb_id"]
     assert first
+    (sent,) = Path("wandb").glob("offline-run-*/*.wandb")
+    assert b"losses/value_loss" in sent.read_bytes() and b"episodic_return" in sent.read_bytes()
     assert len(list(Path("wandb").glob(f"offline-run-*-{first}"))) == 1
     trained("--resume", "run", "--total-timesteps", 128, WANDB_MODE="offline")
     run = script.load("resume", "run")
     assert (run["wandb_id"], run["global_step"]) == (first, 128)
     assert len(list(Path("wandb").glob(f"offline-run-*-{first}"))) == 2
     assert len(list(Path("wandb").glob("offline-run-*"))) == 2
+
+
+def test_a_run_that_goes_on_has_no_result_yet():
+    """Else a killed one would say that it is finished, at the step where it was resumed."""
+    script = load_script("ppo")
+    train(script, "run", env_id="CartPole-v1")
+    assert Path("run", "result.json").exists()
+    args = script.parse(["--resume", "run", "--total-timesteps", "10000"])
+    script.open_run(args)[1].close()
+    assert not Path("run", "result.json").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which("g++"), reason="needs a C++ compiler")
+@pytest.mark.parametrize("name", ["ppo", "ppo_atari", "ppo_lstm"])
+def test_compiled_for_real(name):
+    """The compiled network judges as the plain one does; a run with it ends well."""
+    script = load_script(name)
+    args = script.Args(**TINY[name], compile=True, eval_episodes=0, run_dir="run")
+    assert script.train(args)["steps"] == args.total_timesteps
+    envs, obs = script.make_envs(args, 2, 1)
+    agent, x, action = script.Agent(envs, args), torch.as_tensor(obs), torch.tensor([0, 1])
+    state = (agent.initial_state(2), torch.zeros(2)) if name == "ppo_lstm" else ()
+    envs.close()
+    plain = agent.get_action_and_value(x, *state, action)
+    compiled = torch.compile(agent.get_action_and_value, dynamic=False)(x, *state, action)
+    for a, b in zip(plain, compiled, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
 # === Anywhere, and on anything
@@ -740,6 +779,26 @@ def test_actions_without_bounds(low):
     script.train(script.parse(["--env-id", "Free-v0", "--eval-episodes", "0", *flags]))
     del gym.registry["Free-v0"]
     assert (np.min(played) < -1) == (low < -1) and np.max(played) > 1
+
+
+DISCRETE = [name for name in SCRIPTS if name not in ("ppo_continuous", "ppo_multidiscrete")]
+
+
+@pytest.mark.parametrize("name", DISCRETE)
+def test_actions_that_are_bytes(name):
+    """Discrete takes any integer type; PyTorch's gather takes int32 and int64."""
+    script = load_script(name)
+    envs, obs = script.make_envs(script.Args(**TINY[name]), 2, 1)[:2]
+    agent = script.Agent(envs, script.Args(**TINY[name]))
+    x, action = torch.as_tensor(obs), torch.tensor([0, 1], dtype=torch.uint8)
+    state = ()
+    if hasattr(agent, "initial_state"):
+        state = agent.initial_state(2), torch.zeros(2)
+    envs.close()
+    taken, logprob, *_ = agent.get_action_and_value(x, *state, action=action)
+    assert torch.equal(taken, action)
+    expected = agent.get_action_and_value(x, *state, action=action.long())[1]
+    assert torch.equal(logprob, expected) and logprob.shape == (2,)
 
 
 @pytest.mark.filterwarnings("ignore:.*observation|.*dtype")  # Gymnasium says so as well

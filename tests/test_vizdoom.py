@@ -112,19 +112,17 @@ def test_rewards_are_scaled_and_scores_are_not(script, monkeypatch):
     assert scores[0.01] == scores[1.0]
 
 
-def test_evaluation_records_its_games(script, tmp_path):
+def test_evaluation_records_its_first_game(script, tmp_path):
     script.train(tiny(script, "VizdoomBasic-v1"))
     args = script.parse(["--evaluate", "run", "--capture-video", "--eval-episodes", "2"])
     scores = script.evaluate(args, script.load("evaluate", "run"))
     assert len(scores) == 2
-    videos = sorted(tmp_path.glob("run/videos/*/*.mp4"))
-    assert len(videos) == 2
-    for path in videos:
-        video = cv2.VideoCapture(str(path))
-        assert video.get(cv2.CAP_PROP_FPS) == 9  # actions a second, as Doom is played
-        assert 2 <= video.get(cv2.CAP_PROP_FRAME_COUNT) <= 76
-        shown, frame = video.read()
-        assert shown and frame.shape == (240, 320, 3) and frame.std() > 10
+    (path,) = tmp_path.glob("run/videos/*.mp4")
+    video = cv2.VideoCapture(str(path))
+    assert video.get(cv2.CAP_PROP_FPS) == 9  # actions a second, as Doom is played
+    assert 2 <= video.get(cv2.CAP_PROP_FRAME_COUNT) <= 76
+    shown, frame = video.read()
+    assert shown and frame.shape == (240, 320, 3) and frame.std() > 10
 
 
 @pytest.mark.parametrize("mode", ["sync", pytest.param("async", marks=pytest.mark.slow)])
