@@ -62,6 +62,8 @@ def breakout() -> None:
     line = points(rows, window, last_step)
     axes.plot(*line, "--", color="0.3", linewidth=1, label="Stable-Baselines3, 1 seed")
     for run, line in curves("ppo_atari", "BreakoutNoFrameskip-v4", window, last_step):
+        if run["run"].endswith("__alone"):
+            continue  # of the picture beside appo_async.py
         label = f"ppo_atari.py, seed {run['seed']}" + (", bf16" if "bf16" in run["run"] else "")
         axes.plot(*line, linewidth=2, label=label)
     for run, line in curves("envpool_ppo", "Breakout-v5", window, last_step):
@@ -81,21 +83,21 @@ def asynchronous() -> None:
         rows = read_csv(RESULTS / "curves" / f"{run['run']}.csv")
         label = f"{run['script']}.py, {float(run['sps']):,.0f} steps/s"
         for (column, width, unit), axes in zip(
-            (("seconds", 60, 60), ("step", 50_000, 1000)), panels, strict=True
+            (("seconds", 60, 60), ("step", 50_000, 1e6)), panels, strict=True
         ):
-            x = [float(row[column]) // width for row in rows]
+            x = [int(float(row[column]) // width) for row in rows]
             games = [int(row["games"]) for row in rows]
-            sums = np.bincount(
-                x, [float(row["return"]) * n for row, n in zip(rows, games, strict=True)]
-            )
-            means = sums / np.bincount(x, games)
+            sums = [float(row["return"]) * n for row, n in zip(rows, games, strict=True)]
+            # the last window is not whole
+            means = (np.bincount(x, sums) / np.bincount(x, games))[:-1]
             axes.plot((np.arange(len(means)) + 0.5) * width / unit, means, label=label)
-    for axes, label in zip(panels, ("minutes of training", "agent steps"), strict=True):
+    for axes, label in zip(
+        panels, ("minutes of training", "agent steps, in millions"), strict=True
+    ):
         axes.set_xlabel(label)
         axes.set(xlim=0, ylim=0)
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(axis="y", color="0.92")
-    panels[1].xaxis.set_major_formatter(lambda x, _: f"{x:.0f}k")
     panels[0].set_ylabel("score of training games")
     panels[0].legend(frameon=False, fontsize=8)
     figure.tight_layout()

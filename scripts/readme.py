@@ -45,12 +45,16 @@ def stale(row: dict) -> str:
     return "" if code_hash(source(row["script"])) in row["blocks"].split() else " (older code)"
 
 
-def stale_speed(row: dict) -> str:
-    """The same mark for a speed, unless a run shows that code to train exactly as today's does."""
-    script = re.search(r"(\w+)\.py", row["what"])[1]
+def known_hashes(script: str) -> set[str]:
+    """Of a script's code today, and of older code that a run shows to train exactly as today's."""
     alike = [run["blocks"].split() for run in RUNS if run["script"] == script and not stale(run)]
-    known = {code_hash(source(script)), *(block for blocks in alike for block in blocks)}
-    return "" if row["blocks"] in known else " (older code)"
+    return {code_hash(source(script)), *(block for blocks in alike for block in blocks)}
+
+
+def stale_speed(row: dict) -> str:
+    """The same mark for a speed."""
+    script = re.search(r"(\w+)\.py", row["what"])[1]
+    return "" if row["blocks"] in known_hashes(script) else " (older code)"
 
 
 def result(script: str) -> str:
