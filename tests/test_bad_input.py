@@ -5,6 +5,7 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import gymnasium as gym
 import numpy as np
@@ -275,6 +276,16 @@ def test_one_sample_cannot_be_normalized(script, num_envs, num_steps, num_miniba
     assert line.startswith(f"error: --{flag}: ")
     assert "--no-norm-adv" in line
     script.parse([*sizes, "--no-norm-adv"])  # as the message says
+
+
+def test_processes_on_windows(monkeypatch, capsys):
+    script = load_script("appo_async")
+    windows = SimpleNamespace(**{**vars(os), "name": "nt"})
+    monkeypatch.setattr(script, "os", windows)
+    line = refusal(script, [], capsys)
+    assert line.startswith("error: --serial: ")
+    assert "on Windows, use --serial" in line
+    script.parse(["--serial"])
 
 
 # === Runs that cannot be resumed or evaluated
