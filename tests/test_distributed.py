@@ -171,6 +171,22 @@ def test_weights_stay_equal(pair):
     assert len(set(hashes[0])) == 2 * 4 * 4  # iterations, epochs, minibatches
 
 
+def test_all_processes_stop_an_update_together(tmp_path):
+    """--target-kl around the mean of two KLs, where each process on its own would decide alone."""
+    sizes = [*TINY, "--total-timesteps", 32, "--eval-episodes", 0, "--run-dir", "run"]
+    sizes += ["--num-minibatches", 1]
+    two = play(tmp_path / "two", 2, *sizes, "--update-epochs", 2)
+    assert two.codes == [0, 0], two.errs
+    events = EventAccumulator(str(two.run), size_guidance={"scalars": 0}).Reload()
+    kl = 2 * events.Scalars("losses/approx_kl")[0].value  # logged is the mean with the first's 0
+    for factor, steps in ((0.99, 2), (1.01, 3)):
+        limit = ["--update-epochs", 3, "--target-kl", factor * kl]
+        run = play(tmp_path / str(steps), 2, *sizes, *limit, prepare=write_weights)
+        assert run.codes == [0, 0], run.errs
+        for rank in (0, 1):
+            assert len((run.run.parent / f"weights-{rank}").read_text().split()) == steps
+
+
 def test_one_process_writes(pair, tmp_path):
     assert sorted(path.name.split(".")[0] for path in pair.run.iterdir()) == [
         *("args", "checkpoint", "events", "result", "source")
