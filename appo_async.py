@@ -1002,7 +1002,7 @@ def check(args: Args) -> None:
     if args.evaluate and (args.resume or not args.eval_episodes):
         fail("evaluate", "needs --eval-episodes of at least 1, and no --resume")
     if args.capture_video and not args.eval_episodes:
-        fail("capture_video", "films the evaluation: needs --eval-episodes of at least 1")
+        fail("capture_video", "films the evaluation: needs --eval-episodes, or --no-capture-video")
     if args.device != "auto" and not torch.get_device_module(args.device).device_count():
         fail("device", f"PyTorch {torch.__version__} finds no {args.device} here: use --device cpu")
     folder = Path(args.run_dir or "runs").absolute()
@@ -1078,7 +1078,9 @@ def load(flag: str, run_dir: str) -> dict:
             run["args"] = Args(**run["args"])
             assert run.keys() >= {"global_step", "agent", "optimizer", "rng"}
     except Exception as error:  # a damaged file can fail in any way
-        fail(flag, f"{path} is damaged, or no checkpoint of {SCRIPT}.py: {type(error).__name__}")
+        # a TypeError names the argument that Args does not have, in a file that has been changed
+        problem = error if isinstance(error, TypeError) else type(error).__name__
+        fail(flag, f"{path} is damaged, or no checkpoint of this {SCRIPT}.py: {problem}")
     if script != SCRIPT:
         fail(flag, f"{path} was written by {script}.py: use that file")
     return run
@@ -1260,6 +1262,15 @@ def parse(argv: list[str] | None = None) -> Args:
         if args.resume and args.stop_at and args.stop_at <= run["global_step"]:
             fail("stop_at", f"{run_dir} is at step {run['global_step']} already")
     check(args)
+    if run_dir:  # try its weights before anything is written there
+        with warnings.catch_warnings(action="ignore"):
+            envs = make_envs(replace(args, capture_video=False), 1, args.seed, frozen=run)[0]
+        try:
+            Agent(envs, args).load_state_dict(run["agent"])
+        except RuntimeError as error:
+            problem = str(error).splitlines()[-1]
+            fail(flag, f"{run_dir} does not fit the network of {SCRIPT}.py: {problem}")
+        envs.close()
     return args
 
 

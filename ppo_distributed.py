@@ -275,7 +275,7 @@ def wrong_space(env: gym.Env) -> str | None:
     if not isinstance(action_space, gym.spaces.Discrete) or action_space.start != 0:
         return f"actions must be Discrete and start at 0, not {action_space}"
     if not hasattr(env.unwrapped, "ale") or not hasattr(env.unwrapped, "get_action_meanings"):
-        return "this is no Atari game: it has no ale.lives() and no get_action_meanings()"
+        return "no Atari game: no ale.lives(), get_action_meanings(); try ppo_multidiscrete.py"
     if getattr(env.unwrapped, "_frameskip", 1) != 1:
         return "frames are skipped already: use a NoFrameskip-v4 id"
     return None
@@ -611,7 +611,7 @@ def check(args: Args) -> None:
     if args.evaluate and (args.resume or not args.eval_episodes or WORLD_SIZE > 1):
         fail("evaluate", "needs --eval-episodes of at least 1, no --resume, and no torchrun")
     if args.capture_video and not args.eval_episodes:
-        fail("capture_video", "films the evaluation: needs --eval-episodes of at least 1")
+        fail("capture_video", "films the evaluation: needs --eval-episodes, or --no-capture-video")
     if args.num_envs % WORLD_SIZE:
         fail("num_envs", f"{WORLD_SIZE} processes cannot share {args.num_envs} evenly")
     if batch_size // WORLD_SIZE % args.num_minibatches:
@@ -677,7 +677,9 @@ def load(flag: str, run_dir: str) -> dict:
             run["args"] = Args(**run["args"])
             assert run.keys() >= {"global_step", "agent", "optimizer", "rng"}
     except Exception as error:  # a damaged file can fail in any way
-        fail(flag, f"{path} is damaged, or no checkpoint of {SCRIPT}.py: {type(error).__name__}")
+        # a TypeError names the argument that Args does not have, in a file that has been changed
+        problem = error if isinstance(error, TypeError) else type(error).__name__
+        fail(flag, f"{path} is damaged, or no checkpoint of this {SCRIPT}.py: {problem}")
     if script != SCRIPT:
         fail(flag, f"{path} was written by {script}.py: use that file")
     return run
@@ -893,6 +895,15 @@ def parse(argv: list[str] | None = None) -> Args:
         if args.resume and args.stop_at and args.stop_at <= run["global_step"]:
             fail("stop_at", f"{run_dir} is at step {run['global_step']} already")
     check(args)
+    if run_dir:  # try its weights before anything is written there
+        with warnings.catch_warnings(action="ignore"):
+            envs = make_envs(replace(args, capture_video=False), 1, args.seed, frozen=run)[0]
+        try:
+            Agent(envs, args).load_state_dict(run["agent"])
+        except RuntimeError as error:
+            problem = str(error).splitlines()[-1]
+            fail(flag, f"{run_dir} does not fit the network of {SCRIPT}.py: {problem}")
+        envs.close()
     return args
 
 

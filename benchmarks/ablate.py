@@ -143,12 +143,15 @@ def main() -> int:
     script, steps, *_ = TASKS[args.task]
     if args.mutation and (count := len(mutants(script, args.only, args.mutation)) - 1) != 1:
         parser.error(f"--mutation: {count} of {script}.py begin so, and it takes one")
+    if args.only and len(mutants(script, args.only, args.mutation)) == 1:
+        parser.error(f"--only: no detail of {script}.py that can be ablated has {args.only!r}")
+    # before the training, too: it needs a clone of the repository
+    origin = {"blocks": code_hash((ROOT / f"{script}.py").read_text())}
+    origin |= {"commit": git("rev-parse", "--short", "HEAD").strip()}
     cells = make_cells(args.task, args.only, args.mutation, args.seeds, args.out)
     pool = [cell for group in cells.values() for cell in group]
     code = reproduce.run(pool, args.jobs)
     path = ROOT / "results" / "ablations.csv"
-    origin = {"blocks": code_hash((ROOT / f"{script}.py").read_text())}
-    origin |= {"commit": git("rev-parse", "--short", "HEAD").strip()}
     rows = []
     for lacking, group in cells.items():
         scores = returns(group)
@@ -157,8 +160,8 @@ def main() -> int:
         for seed, score in enumerate(scores, 1):
             row = {"task": args.task, "script": script, "steps": steps, "lacking": lacking}
             rows.append(row | {"seed": seed, "return_last100": score} | origin)
-    new = {(row["task"], row["lacking"]) for row in rows}
-    rows = [row for row in read_csv(path) if (row["task"], row["lacking"]) not in new] + rows
+    table = {(row["task"], row["lacking"], str(row["seed"])): row for row in read_csv(path) + rows}
+    rows = list(table.values())  # each where it was, new ones at the end
     write_csv(path, rows, list(rows[0]))
     draw([row for row in rows if row["return_last100"]])
     return code

@@ -214,6 +214,8 @@ def sampler(args, seconds: float) -> dict:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) < 3:
+        sys.exit(__doc__)
     what, seconds, *flags = sys.argv[1:]
     args = appo.tyro.cli(appo.Args, args=flags)
     seconds = float(seconds)

@@ -168,6 +168,10 @@ def main() -> int:
     parser.add_argument("--level", type=float, default=0.95, help="of the confidence interval")
     parser.add_argument("--margin", type=float, help="ask whether both are the same within this")
     args = parser.parse_args()
+    if not 0 < args.level < 1:
+        parser.error(f"--level: {args.level} is not between 0 and 1")
+    if args.margin is not None and not args.margin > 0:
+        parser.error(f"--margin: {args.margin} is not above 0")
     old, new = read(args.old), read(args.new)
     kinds = [
         "returns"

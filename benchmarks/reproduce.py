@@ -217,6 +217,9 @@ def main() -> int:
     args = parser.parse_args(argv[:split])
     # --stop-at=1000 as --stop-at 1000
     extra = [part for word in argv[split + 1 :] for part in re.split("(?<=^--stop-at)=", word)]
+    for flag, value in zip(extra, [*extra[1:], ""], strict=False):
+        if flag == "--stop-at" and not value.isdigit():
+            fail(f"--stop-at: {value!r} is no number of steps")
     if not args.sweep.is_file():
         fail(f"there is no {args.sweep}")
     if args.jobs < 1:
@@ -228,7 +231,7 @@ def main() -> int:
             Cell(cell_name(sweep, values), local_command(sweep, values, extra), folder)
             for values in cells(sweep)
         ]
-    except (yaml.YAMLError, KeyError, TypeError, AttributeError) as error:
+    except (yaml.YAMLError, LookupError, TypeError, ValueError, AttributeError) as error:
         fail(f"{args.sweep} is no sweep with a grid: {type(error).__name__}: {error}")
     for cell in pool:
         if (begun := cell.begun_with()) and begun != cell.settings():

@@ -4,6 +4,7 @@ python scripts/readme.py            # rewrite them
 python scripts/readme.py --check    # exit code 1 if it is out of date
 """
 
+import argparse
 import math
 import re
 import statistics
@@ -379,8 +380,11 @@ def filled(name: str) -> str:
 
 
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="fail if a table is not today's")
+    args = parser.parse_args()
     pages = {ROOT / name: filled(name) for name in TABLES}
-    if "--check" in sys.argv[1:]:
+    if args.check:
         same = all(path.read_text() == text for path, text in pages.items())
         sys.exit(0 if same else "error: run python scripts/readme.py")
     for path, text in pages.items():

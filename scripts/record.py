@@ -198,6 +198,9 @@ def record(run_dir: Path, replace: bool = False, label: str = "") -> dict:
     """Add one run to results/, with label at the end of its name. Returns the row."""
     import torch
 
+    for file in ("checkpoint.pt", "result.json"):
+        if not (run_dir / file).exists():
+            sys.exit(f"error: {run_dir} has no {file}: a run has it when it has ended")
     checkpoint = torch.load(run_dir / "checkpoint.pt", map_location="cpu", weights_only=True)
     script, args = checkpoint["script"], checkpoint["args"]
     source = (run_dir / "source.py").read_text()

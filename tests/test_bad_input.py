@@ -386,6 +386,33 @@ def test_damaged_checkpoint(flag, damage, run_dir, capsys):
     assert line.startswith(f"error: --{flag}: run/checkpoint.pt is damaged")
 
 
+def test_checkpoint_of_a_file_with_one_more_argument(run_dir, capsys):
+    unknown_argument(run_dir / "checkpoint.pt")
+    line = refusal(load_script("ppo"), ["--evaluate", "run"], capsys)
+    assert "no checkpoint of this ppo.py" in line and "'a_flag_of_an_older_version'" in line
+
+
+@pytest.mark.parametrize("flag", ["resume", "evaluate"])
+def test_checkpoint_of_another_network(flag, script, monkeypatch, capsys):
+    """As after a change of the Agent: its run must stay what it is. As it was, it is accepted."""
+    tiny = TINY[script.SCRIPT] | {"stop_at": 16, "eval_episodes": 0, "run_dir": "run"}
+    script.train(script.Args(**tiny))
+    command = [f"--{flag}", "run", "--eval-episodes", "1"]
+    script.parse(command)
+    before = {path: path.read_bytes() for path in Path("run").iterdir()}
+    init = script.Agent.__init__
+
+    def changed_init(self, *arguments):
+        init(self, *arguments)
+        self.critic = torch.nn.Linear(3, 1)
+
+    monkeypatch.setattr(script.Agent, "__init__", changed_init)
+    line = refusal(script, command, capsys)
+    assert line.startswith(f"error: --{flag}: run does not fit the network of {script.SCRIPT}.py: ")
+    assert "critic" in line
+    assert {path: path.read_bytes() for path in Path("run").iterdir()} == before
+
+
 @pytest.mark.parametrize("key", ["global_step", "agent"])
 def test_checkpoint_with_a_part_missing(key, run_dir, capsys):
     rewrite(run_dir, **{key: None})

@@ -87,6 +87,14 @@ def test_a_row_is_replaced_by_its_own_command_only(tmp_path, monkeypatch):
     ]
 
 
+@pytest.mark.parametrize("missing", ["checkpoint.pt", "result.json"])
+def test_a_run_that_has_not_ended_is_not_recorded(missing, tmp_path):
+    for file in {"checkpoint.pt", "result.json"} - {missing}:
+        (tmp_path / file).touch()
+    with pytest.raises(SystemExit, match=f"error: .* has no {missing}: .* when it has ended"):
+        record.record(tmp_path)
+
+
 def test_what_is_averaged_differs_in_the_seed_alone():
     settings: dict = {}
     for row in ROWS:

@@ -236,12 +236,16 @@ def test_reproduce_records_a_failure_and_goes_on(tmp_path):
         (None, [], "there is no small.yaml"),
         ("program: [", [], "is no sweep with a grid"),
         ("program: ppo.py", [], "is no sweep with a grid"),
+        ("program: \xe9", [], "is no sweep with a grid"),
+        (yaml.safe_dump(SMALL | {"command": ["${env}"]}), [], "is no sweep with a grid"),
+        (yaml.safe_dump(SMALL), ["--", "--stop-at", "abc"], "--stop-at: 'abc' is no number"),
+        (yaml.safe_dump(SMALL), ["--", "--stop-at"], "--stop-at: '' is no number"),
         (yaml.safe_dump(SMALL), ["--jobs", "0"], "--jobs: 0 is less than 1"),
     ],
 )
 def test_reproduce_refuses(text, flags, message, tmp_path):
     if text:
-        (tmp_path / "small.yaml").write_text(text)
+        (tmp_path / "small.yaml").write_text(text, "latin-1")
     command = [sys.executable, REPRODUCE, "small.yaml", *flags]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 2 and message in done.stderr and len(done.stderr.splitlines()) == 1
@@ -316,6 +320,15 @@ def test_compare_equivalence(compare, tmp_path):
     assert compare(old, new, "--margin", 40)[0] == 0
     code, output = compare(old, new, "--margin", 5)
     assert code == 1 and "not shown to be the same within 5" in output
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"), [("level", 95), ("level", 0), ("margin", -5), ("margin", "nan")]
+)
+def test_compare_refuses(flag, value, compare, tmp_path):
+    old = runs(tmp_path / "old.csv", [490, 480, 470])
+    code, output = compare(old, old, f"--{flag}", value)
+    assert code == 2 and f"error: --{flag}: {float(value)} is not" in output
 
 
 def test_compare_with_published(compare, tmp_path):
@@ -430,6 +443,54 @@ def test_ablate_takes_one_mutation(why, count, ablate, monkeypatch, capsys, tmp_
         ablate.main()
     assert end.value.code == 2 and not list(tmp_path.iterdir())
     assert f"--mutation: {count} of ppo.py begin so, and it takes one" in capsys.readouterr().err
+
+
+def test_ablate_knows_no_such_detail(ablate, monkeypatch, capsys, tmp_path):
+    """It would train the whole algorithm alone, and put that in the place of the committed rows."""
+    monkeypatch.setattr(sys, "argv", ["ablate.py", "--only", "core 70", "--out", str(tmp_path)])
+    with pytest.raises(SystemExit) as end:
+        ablate.main()
+    assert end.value.code == 2 and not list(tmp_path.iterdir())
+    assert (
+        "--only: no detail of ppo.py that can be ablated has 'core 70'" in capsys.readouterr().err
+    )
+
+
+def test_ablate_replaces_the_seeds_that_it_trains(ablate, monkeypatch, tmp_path):
+    (tmp_path / "results").mkdir()
+    columns = ["task", "script", "steps", "lacking", "seed", "return_last100", "blocks", "commit"]
+    old = [("CartPole-v1", "all details", 1), ("CartPole-v1", "all details", 2)]
+    old += [("CartPole-v1", "core 8 Clipped surrogate objective", 1), ("Breakout-v5", "", 1)]
+    rows = [dict.fromkeys(columns, "old") | {"task": t, "lacking": w, "seed": s} for t, w, s in old]
+    write(tmp_path / "results/ablations.csv", rows)
+
+    def train(pool: list, jobs: int) -> int:
+        for cell in pool:
+            cell.run_dir.mkdir(parents=True)
+            result = {"steps": 100_000, "finished": True, "return_last100": 7.0}
+            (cell.run_dir / "result.json").write_text(json.dumps(result))
+        return 0
+
+    monkeypatch.setattr(ablate.reproduce, "run", train)
+    monkeypatch.setattr(ablate, "draw", lambda rows: None)
+    files = ("ppo.py", "details.toml")
+    for file in files:
+        (tmp_path / file).write_text((ROOT / file).read_text())
+    monkeypatch.setattr(ablate, "ROOT", tmp_path)
+    words = ["--only", "core 7", "--seeds", "1", "--out", str(tmp_path / "runs")]
+    monkeypatch.setattr(sys, "argv", ["ablate.py", *words])
+    assert ablate.main() == 0
+    new = [
+        (r["lacking"], r["seed"], r["return_last100"])
+        for r in read_csv(tmp_path / "results/ablations.csv")
+    ]
+    assert new == [
+        ("all details", "1", "7.0"),
+        ("all details", "2", "old"),
+        ("core 8 Clipped surrogate objective", "1", "old"),
+        ("", "1", "old"),
+        ("core 7 Normalization of advantages", "1", "7.0"),
+    ]
 
 
 def test_ablation_rows_are_of_todays_code():
