@@ -643,14 +643,14 @@ def parse(argv: list[str] | None = None) -> Args:
             fail("stop_at", f"{run_dir} is at step {run['global_step']} already")
     check(args)
     if run_dir:  # try its weights before anything is written there
-        with warnings.catch_warnings(action="ignore"):
+        with warnings.catch_warnings(action="ignore"), torch.random.fork_rng(devices=[]):
             envs = make_envs(replace(args, capture_video=False), 1, args.seed, frozen=run)[0]
-        try:
-            Agent(envs, args).load_state_dict(run["agent"])
-        except RuntimeError as error:
-            problem = str(error).splitlines()[-1]
-            fail(flag, f"{run_dir} does not fit the network of {SCRIPT}.py: {problem}")
-        envs.close()
+            try:
+                Agent(envs, args).load_state_dict(run["agent"])
+            except RuntimeError as error:
+                problem = str(error).splitlines()[-1]
+                fail(flag, f"{run_dir} does not fit the network of {SCRIPT}.py: {problem}")
+            envs.close()
     return args
 
 

@@ -276,7 +276,8 @@ def test_statistics_of_a_resumed_run(monkeypatch):
     first = train(script, "run", env_id="Diary-v0", stop_at=16)
     assert len(pages) == 2 + 16
     check_statistics(first["normalizer"]["obs"], pages)
-    second = resume(script, "run")  # whose check makes an environment, but resets none
+    second = resume(script, "run")
+    pages.pop(2 + 16)  # of the environment for which the saved weights are tried
     assert len(pages) == 2 * (2 + 16)
     check_statistics(second["normalizer"]["obs"], pages)
     assert second["normalizer"]["returns"]["count"] == pytest.approx(1e-4 + 32)
