@@ -109,7 +109,8 @@ def draw(rows: list[dict]) -> None:
         for row in rows:
             if row["task"] == task:
                 by_detail.setdefault(row["lacking"], []).append(float(row["return_last100"]))
-        names = list(by_detail)[::-1]
+        order = [*mutants(TASKS[task][0]), *by_detail]  # that of details.toml, then other mutations
+        names = sorted(by_detail, key=order.index, reverse=True)
         whole = by_detail[WHOLE]
         axes.axvspan(min(whole), max(whole), color="0.92", zorder=0)
         for y, name in enumerate(names):

@@ -147,6 +147,7 @@ PEERS = {
     "sample_factory": "Sample Factory",
 }
 SIMULATION = "pure simulation"  # no peer, but what appo_async.py's sampler is held against
+EIGHT = "8 a worker"  # its own row with the fewest environments
 
 
 # whose number of environments was varied, and what it is in the table of all scripts
@@ -184,7 +185,8 @@ def speed_table() -> str:
     own = {tuple(map(row.get, key)): row for row in measured if row["peer"].endswith("_own")}
     for row in measured:
         sizes = SIZES.get((row["what"], row["task"]), row["num_envs"]) != row["num_envs"]
-        if sizes or row["peer"] == SIMULATION or row["peer"].endswith("_own"):
+        alone = row["peer"] in (SIMULATION, EIGHT)
+        if sizes or alone or row["peer"].endswith("_own"):
             continue  # they have tables of their own, or stand beside the other
         also = own.get(tuple(map(row.get, key)))
         what = f"`{row['what']}`, {row['task']}, {row['num_envs']} environments"
@@ -219,6 +221,20 @@ def sampler_table() -> str:
 
 def native_table() -> str:
     return alone_table("EnvPool", "EnvPool in the workers")
+
+
+def many_table() -> str:
+    """appo_async.py with more environments in each worker."""
+    head = ["environments", "steps/s", "ratio to the first", "of the bound", "memory"]
+    head += ["shared memory, as predicted", "as measured"]
+    rows = [
+        [row["num_envs"], f"{int(row['ours']):,}", row["ratio"].split(" (")[0] + stale_speed(row)]
+        + [f"{float(row['share']):.0%}", f"{int(row['memory_mb']):,} MB"]
+        + [f"{row[column]} MB" for column in ("predicted_mb", "shared_mb")]
+        for row in read_csv(ROOT / "results" / "speed.csv")
+        if row["peer"] == EIGHT
+    ]
+    return table(head, rows)
 
 
 def groups() -> dict[tuple, list[dict]]:
@@ -363,7 +379,7 @@ TABLES = {
         "sizes": sizes_table,
     },
     "results/README.md": {"runs": runs_table},
-    "docs/async.md": {"sampler": sampler_table, "native": native_table},
+    "docs/async.md": {"sampler": sampler_table, "native": native_table, "many": many_table},
 }
 
 
