@@ -312,10 +312,10 @@ def make_envs(args: Args, num_envs: int, seed: int, frozen: dict | None = None):
     # would learn from that step although its action is ignored.
     make = [lambda i=i: make_env(i) for i in range(num_envs)]
     envs = gym.vector.SyncVectorEnv(make, autoreset_mode=gym.vector.AutoresetMode.SAME_STEP)
-    # Ctrl-C is for the process that saves: ViZDoom's programs, which the reset starts, are born
-    # with the signal blocked
+    # Ctrl-C and SIGTERM are for the process that saves: ViZDoom's programs, which the reset starts,
+    # are born with both blocked
     mask = getattr(signal, "pthread_sigmask", None)  # Windows has none
-    before = mask and mask(signal.SIG_BLOCK, {signal.SIGINT})
+    before = mask and mask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     obs = envs.reset(seed=seed)[0]
     if mask:
         mask(signal.SIG_SETMASK, before)
@@ -1031,8 +1031,8 @@ def try_out(args: Args) -> None:
             fail(flag, f"{args.env_id}: {problem}")
         env.close()
         if Path("/dev/shm").exists() and not (args.serial or args.evaluate):
-            flag = "envs_per_worker"
             megabytes, free = shared_megabytes(args), shutil.disk_usage("/dev/shm").free / 1e6
+            flag = "envs_per_worker"
             if megabytes > free:
                 space = f"{megabytes:.0f} MB of shared memory are needed, {free:.0f} MB are free"
                 fail(flag, f"{space}: use fewer, or docker run --shm-size={2 * megabytes:.0f}m")

@@ -100,6 +100,8 @@ def cases() -> list[Case]:
         Case("ppo_atari", "Breakout", 8, BF16 + COMPILE),
         Case("ppo_distributed", "Breakout", 8),
         Case("ppo_distributed", "Breakout", 8, processes=2),
+        Case("ppo_distributed", "Breakout", 8, BF16),
+        Case("ppo_distributed", "Breakout", 8, BF16, processes=2),
         Case("envpool_ppo", "Breakout", 8),
         Case("envpool_ppo", "Breakout", 8, BF16, group="quick"),
         Case("envpool_ppo", "Breakout", 8, HALVES + BF16),

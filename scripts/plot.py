@@ -51,6 +51,9 @@ def curves(script: str, env_id: str, window: int, last_step: int):
 
 
 def breakout() -> None:
+    def name(run: dict) -> str:
+        return f"{run['script']}.py, seed {run['seed']}" + (", bf16" if "bf16" in run["run"] else "")
+
     figure, axes = plt.subplots(figsize=(7, 3.6), dpi=150)
     window, last_step = 25_000, 500_000
     peers = read_csv(RESULTS / "peers" / "cleanrl_ppo_atari_breakout.csv")
@@ -64,10 +67,9 @@ def breakout() -> None:
     for run, line in curves("ppo_atari", "BreakoutNoFrameskip-v4", window, last_step):
         if run["run"].endswith("__alone"):
             continue  # of the picture beside appo_async.py
-        label = f"ppo_atari.py, seed {run['seed']}" + (", bf16" if "bf16" in run["run"] else "")
-        axes.plot(*line, linewidth=2, label=label)
+        axes.plot(*line, linewidth=2, label=name(run))
     for run, line in curves("envpool_ppo", "Breakout-v5", window, last_step):
-        axes.plot(*line, ":", linewidth=2, label=f"envpool_ppo.py, seed {run['seed']}")
+        axes.plot(*line, ":", linewidth=2, label=name(run))
     axes.set_ylim(0, None)
     title = "BreakoutNoFrameskip-v4: the first 5 % of the 10M-step schedule"
     finish(figure, axes, title, last_step, "breakout.png")

@@ -420,6 +420,18 @@ def test_restarted_group_goes_on(torchrun, tmp_path):
     assert checkpoint(SCRIPT, tmp_path / "run")["global_step"] == 3 * 512
 
 
+def test_restart_leaves_other_runs_alone(torchrun, tmp_path):
+    """A refusal is restarted too, and what is in the directory is not this command's."""
+    argv = [*LONG_ROLLOUTS, "--stop-at", 512, "--run-dir", "run"]
+    assert torchrun(*argv).wait(PATIENCE) == 0
+    before = (tmp_path / "run" / "checkpoint.pt").read_bytes()
+    process = torchrun(*argv, "--seed", 7, options=("--max-restarts", 1))
+    stdout, stderr = process.communicate(timeout=PATIENCE)
+    assert process.returncode and "going on" not in stdout
+    assert "error: --run-dir: " in stderr and "holds a run: --resume it" in stderr
+    assert (tmp_path / "run" / "checkpoint.pt").read_bytes() == before
+
+
 @pytest.mark.parametrize(
     "signum", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
 )
