@@ -887,11 +887,11 @@ def parse(argv: list[str] | None = None) -> Args:
     """Read the command line; --resume and --evaluate start from the arguments that were saved."""
     args = tyro.cli(Args, args=argv)
     restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
-    if restarted and args.run_dir and Path(args.run_dir, "checkpoint.pt").exists():
-        # a run of other arguments is somebody else's: check() refuses to write over it
-        if replace(load("run_dir", args.run_dir)["args"], resume=None) == args:
-            argv = [*(sys.argv[1:] if argv is None else argv), "--resume", args.run_dir]
-            args = tyro.cli(Args, args=argv)
+    kept = restarted and args.run_dir and Path(args.run_dir, "checkpoint.pt").exists()
+    # a run with other arguments is somebody else's: check() refuses to write over it
+    if kept and replace(load("run_dir", args.run_dir)["args"], resume=None) == args:
+        argv = [*(sys.argv[1:] if argv is None else argv), "--resume", args.run_dir]
+        args = tyro.cli(Args, args=argv)
     flag = "resume" if args.resume else "evaluate"
     if run_dir := getattr(args, flag):
         run = load(flag, run_dir)

@@ -52,7 +52,8 @@ def curves(script: str, env_id: str, window: int, last_step: int):
 
 def breakout() -> None:
     def name(run: dict) -> str:
-        return f"{run['script']}.py, seed {run['seed']}" + (", bf16" if "bf16" in run["run"] else "")
+        bf16 = ", bf16" if "bf16" in run["run"] else ""
+        return f"{run['script']}.py, seed {run['seed']}{bf16}"
 
     figure, axes = plt.subplots(figsize=(7, 3.6), dpi=150)
     window, last_step = 25_000, 500_000

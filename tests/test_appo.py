@@ -432,14 +432,15 @@ def test_vizdoom_leaves_nothing(end, start, tmp_path):
     assert not files({name[-10:] for name in second.values()})
 
 
-def test_ctrl_c_where_the_learner_plays(start, tmp_path):
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_signal_where_the_learner_plays(signum, start, tmp_path):
     """ViZDoom's programs that it starts itself do not hear it; their id may name a module."""
     tiny = ["--num-workers", 1, "--envs-per-worker", 2, "--num-steps", 8, "--minibatch-size", 16]
     doom = ["--env-id", "vizdoom.gymnasium_wrapper:VizdoomBasic-v1", "--device", "cpu"]
     run = start("--serial", *doom, *tiny, "--checkpoint-every", 1000)
     run.working()
     assert len(engines(run)) == 2
-    os.killpg(run.process.pid, signal.SIGINT)
+    os.killpg(run.process.pid, signum)
     assert run.ends() == 0, run.err
     assert run.err == ""
     assert checkpoint("appo_async", tmp_path / "run")["global_step"] > 16

@@ -227,13 +227,11 @@ def test_second_signal_ends_at_once(start, tmp_path):
     assert not saved(tmp_path / "run")
 
 
-@pytest.mark.parametrize(("name", "argv", "size"), [WORKERS, DOOMS, BOTH, POOLS])
-def test_ctrl_c_reaches_every_process(name, argv, size, start, tmp_path):
-    """A terminal sends Ctrl-C to all processes of the group."""
+def survives_signal_to_all(signum, name, argv, size, start, tmp_path):
     process = start(name, "--run-dir", "run", *argv, "--checkpoint-every", 1000)
     wait_for(lambda: saved(tmp_path / "run"), "checkpoint")
     assert len(session(process)) >= size
-    os.killpg(process.pid, signal.SIGINT)
+    os.killpg(process.pid, signum)
     stdout, stderr = process.communicate(timeout=PATIENCE)
     assert (process.returncode, stderr) == (0, "")
     assert "--resume run" in stdout
@@ -241,9 +239,20 @@ def test_ctrl_c_reaches_every_process(name, argv, size, start, tmp_path):
     wait_for(lambda: not session(process), "end of all processes", timeout=10)
 
 
-def test_sigterm_that_reaches_every_process(start, tmp_path):
+@pytest.mark.parametrize(("name", "argv", "size"), [WORKERS, DOOMS, BOTH, POOLS])
+def test_ctrl_c_reaches_every_process(name, argv, size, start, tmp_path):
+    """A terminal sends Ctrl-C to all processes of the group."""
+    survives_signal_to_all(signal.SIGINT, name, argv, size, start, tmp_path)
+
+
+def test_sigterm_spares_vizdoom(start, tmp_path):
+    """As from systemd, Slurm and timeout, to all processes: the games go on until all is saved."""
+    survives_signal_to_all(signal.SIGTERM, *DOOMS.values, start, tmp_path)
+
+
+@pytest.mark.parametrize(("name", "argv", "size"), [WORKERS, BOTH])
+def test_sigterm_that_reaches_every_process(name, argv, size, start, tmp_path):
     """As from systemd, Slurm and timeout. The environments' processes end at once: no traceback."""
-    name, argv, size = WORKERS.values
     process = start(name, "--run-dir", "run", *argv, "--checkpoint-every", 0)
     wait_for(lambda: saved(tmp_path / "run"), "checkpoint")
     assert len(session(process)) >= size
