@@ -626,7 +626,7 @@ for _ in range(2):
         del layers
 print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
-IMAGES = [name for name in SCRIPTS if "mallopt" in source_of(name)]
+IMAGES = [name for name in SCRIPTS if name not in ("ppo", "ppo_shared", "ppo_continuous")]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's allocator")
@@ -637,8 +637,8 @@ def test_freed_memory_is_used_again(name):
     Without mallopt about half of all processes fail: it depends on what lies at the heap's end.
     """
     process = run_script("-c", PAGES.format(name=name), cwd=Path.cwd(), PYTHONPATH=str(ROOT))
+    assert process.returncode == 0, process.stderr
     assert int(process.stdout) < 1000  # or 65,000
-    assert len(IMAGES) == 6
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="its flags have other names here")
