@@ -83,12 +83,18 @@ def returns(cells: list[reproduce.Cell]) -> list[float | None] | None:
     """
     if not all(cell.done() or cell.failed for cell in cells):
         return None
+    if any(not cell.done() and "gradient is not finite" not in last_line(cell) for cell in cells):
+        return None  # killed, or broken in another way: that says nothing about the detail
     return [
         json.loads((cell.run_dir / "result.json").read_text())["return_last100"]
         if cell.done()
         else None
         for cell in cells
     ]
+
+
+def last_line(cell: reproduce.Cell) -> str:
+    return (cell.log.read_text(errors="replace").splitlines() or [""])[-1]
 
 
 def draw(rows: list[dict]) -> None:
@@ -164,7 +170,7 @@ def main() -> int:
     table = {(row["task"], row["lacking"], str(row["seed"])): row for row in read_csv(path) + rows}
     rows = list(table.values())  # each where it was, new ones at the end
     write_csv(path, rows, list(rows[0]))
-    draw([row for row in rows if row["return_last100"]])
+    draw([row for row in rows if row["return_last100"] not in (None, "")])
     return code
 
 

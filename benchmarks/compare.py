@@ -84,6 +84,9 @@ def compare_returns(old: list[dict], new: list[dict], level: float, margin: floa
         if sorted(a) == sorted(b):
             print(f"{line}: the same runs")
             continue
+        if kept := [x for x in b if x in a]:  # to the last digit: the same run, in both files
+            b = [x for x in b if x not in a]
+            line += f", {len(kept)} of them in both and left out of the second"
         if min(len(a), len(b)) < 2:
             print(f"{line}: two seeds a side are needed to tell")
             well = well and margin is None

@@ -103,7 +103,10 @@ class Cell:
         path = self.run_dir / "result.json"
         if not path.exists():
             return False
-        result = json.loads(path.read_text())
+        try:
+            result = json.loads(path.read_text())
+        except ValueError:  # it is being written, or was when the machine went down
+            return False
         stop_at = self.command.index("--stop-at") + 1 if "--stop-at" in self.command else None
         return result["finished"] or bool(stop_at and result["steps"] >= int(self.command[stop_at]))
 

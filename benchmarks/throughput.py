@@ -332,7 +332,8 @@ def compare_sizes(group: list[Case], rounds: int, seconds: float):
     for _ in range(rounds):
         for case, kept in zip(group, found, strict=True):
             new = time_ours(case) | parts_of(case, seconds)
-            kept.append(held_against(found[0][-1]["ours"] if found[0] else new["ours"], new))
+            least = new if case is group[0] else found[0][-1]
+            kept.append(held_against(least["ours"], new))
             report(case, kept[-1])
     for case, results in zip(group, found, strict=True):
         yield row_of(case, results)
@@ -557,11 +558,12 @@ def main() -> None:
 
     origin = {"commit": git("rev-parse", "--short", "HEAD").strip(), "machine": machine()}
     if args.scaling:
-        rows = []
+        path, key = ROOT / "results" / "scaling.csv", ("num_envs", "kind", "threads")
+        rows = {tuple(row[k] for k in key): row for row in read_csv(path)}
         for row in scaling_rows(0.3 if args.quick else 2.0):
-            rows.append(row | origin)
+            rows[tuple(str(row[k]) for k in key)] = row | origin
             if not args.quick:
-                write_csv(ROOT / "results" / "scaling.csv", rows, list(rows[0]))
+                write_csv(path, list(rows.values()), list(row | origin))
         return
     path = ROOT / "results" / "speed.csv"
     key = ("what", "task", "num_envs", "peer")

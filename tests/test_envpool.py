@@ -8,6 +8,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import cv2
+import fake_envpool
+import gymnasium as gym
 import numpy as np
 import pytest
 import test_faults
@@ -16,6 +18,7 @@ from conftest import ROOT, load_script, run_forked
 from test_details_envpool import make_envs, watch_pools
 from test_faults import saved, wait_for
 from test_runs import same_state
+from toy_envs import ImageClock
 
 start = test_faults.start  # the fixture
 
@@ -242,3 +245,42 @@ def test_kill_resume_and_evaluate(start):
     assert (process.returncode, process.stderr) == (0, "")
     assert "over 2 games" in process.stdout
     assert len(list(Path("run", "videos").glob("*.mp4"))) == 1
+
+
+class Cut(ImageClock):
+    """A time limit after 6 + i steps, in environment i; pictures tell the time."""
+
+    def __init__(self, render_mode: str | None = None):
+        super().__init__(end="truncated")
+
+    def reset(self, *, seed=None, options=None):
+        if seed is not None:
+            self.length = 5 + seed
+        return super().reset(seed=seed)
+
+    def _obs(self):
+        return np.full((4, 84, 84), 20 * self.time, np.uint8)
+
+
+gym.register("ImageClockCut-v0", Cut)
+
+
+@pytest.mark.parametrize("halves", [False, True])
+def test_a_time_limit_is_valued_by_its_own_last_observation(halves, script, monkeypatch):
+    """By that of its own environment, whichever pool it is in, and not by the next first one."""
+    rewards, plain = [], script.compute_gae
+
+    def compute_gae(*args):
+        rewards.append(args[0].clone())
+        return plain(*args)
+
+    monkeypatch.setattr(script, "envpool", fake_envpool)
+    monkeypatch.setattr(script, "compute_gae", compute_gae)
+    monkeypatch.setattr(script.Agent, "get_value", lambda self, x: x[:, 0, 0, 0].float())
+    flags = {"env_id": "ImageClockCut-v0", "num_steps": 16, "num_minibatches": 2, "run_dir": "run"}
+    flags |= {"total_timesteps": 64, "bootstrap_truncated": True, "gamma": 0.5}
+    script.train(script.Args(**SIZES | flags, async_envs=halves))
+    for i, length in enumerate((6, 7, 8, 9)):
+        for t in range(16):
+            bonus = 0.5 * 20 * length * ((t + 1) % length == 0)
+            assert bonus <= rewards[0][t, i] <= bonus + 1, (t, i)

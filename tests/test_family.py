@@ -280,3 +280,37 @@ def test_help_shows_the_comment_of_every_argument(name, capsys, monkeypatch):
         # the flag, its type or its negation, then the comment, the default, and the next flag
         pattern = rf"{flag}(,| )[^()]*?{re.escape(comment)} \(default: "
         assert re.search(pattern, shown), f"--help does not say of {flag}: {comment}"
+
+
+# openai/baselines' defaults.py for Atari and MuJoCo, and those of the article for the others
+EVERYWHERE = {"gamma": 0.99, "gae_lambda": 0.95, "anneal_lr": True, "norm_adv": True}
+EVERYWHERE |= {"clip_vloss": True, "vf_coef": 0.5, "max_grad_norm": 0.5, "target_kl": None}
+EVERYWHERE |= {"anneal_clip_coef": False, "bootstrap_truncated": False, "seed": 1}
+CLASSIC = {"learning_rate": 2.5e-4, "num_envs": 4, "num_steps": 128, "num_minibatches": 4}
+CLASSIC |= {"update_epochs": 4, "clip_coef": 0.2, "ent_coef": 0.01, "total_timesteps": 500_000}
+ATARI = CLASSIC | {"num_envs": 8, "clip_coef": 0.1, "total_timesteps": 10_000_000}
+MUJOCO = {"learning_rate": 3e-4, "num_envs": 1, "num_steps": 2048, "num_minibatches": 32}
+MUJOCO |= {"update_epochs": 10, "clip_coef": 0.2, "ent_coef": 0.0, "total_timesteps": 1_000_000}
+# Sample Factory's batches: seen once, from short rollouts
+APPO = {"num_steps": 32, "minibatch_size": 256, "num_minibatches": 1, "update_epochs": 1}
+DEFAULTS = {
+    "ppo": CLASSIC,
+    "ppo_shared": CLASSIC,
+    "ppo_atari": ATARI,
+    "ppo_continuous": MUJOCO,
+    "ppo_lstm": ATARI,
+    "ppo_multidiscrete": ATARI | {"total_timesteps": 2_000_000},
+    "envpool_ppo": ATARI,
+    "ppo_distributed": ATARI,
+    "appo_async": {name: x for name, x in ATARI.items() if name != "num_envs"} | APPO,
+}
+
+
+@pytest.mark.parametrize("name", DEFAULTS)
+def test_hyperparameters_are_the_published_ones(name):
+    """A default that changes makes every row of results/ that does not name it another run."""
+    args = load_script(name).Args()
+    for argument, value in (EVERYWHERE | DEFAULTS[name]).items():
+        if hasattr(args, argument) or argument in DEFAULTS[name]:
+            assert getattr(args, argument) == value, argument
+    assert len(DEFAULTS) == len(SCRIPTS)

@@ -161,6 +161,20 @@ def test_rows_come_from_their_commit(row):
     assert code_hash(shown.stdout) == row["blocks"].split()[0]
 
 
+@pytest.mark.parametrize("table", ["speed", "ablations"])
+def test_other_rows_come_from_their_commit(table):
+    with open(ROOT / "results" / f"{table}.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    names = {(row["commit"], row.get("script") or re.search(r"\w+(?=\.py)", row["what"])[0]): row
+             for row in rows}  # fmt: skip
+    for (commit, script), row in names.items():
+        command = ["git", "-C", str(ROOT), "show", f"{commit}:{script}.py"]
+        shown = subprocess.run(command, capture_output=True, text=True, check=False)
+        if shown.returncode:
+            pytest.skip("needs the git history: " + shown.stderr.strip())
+        assert code_hash(shown.stdout) == row["blocks"], row
+
+
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row["run"])
 def test_rows_have_a_curve(row):
     with open(ROOT / "results" / "curves" / f"{row['run']}.csv", newline="") as file:

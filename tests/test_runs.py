@@ -232,6 +232,20 @@ def test_resume_keeps_arguments_and_takes_new_ones(script):
     assert args.env_id == EVEN[script.SCRIPT]
 
 
+def test_a_resumed_run_plays_other_games(script, monkeypatch):
+    """The environments' seed is --seed plus the step: else it would play its first games again."""
+    train(script, "run", seed=5, stop_at=16)
+    seeds, plain = [], script.make_envs
+
+    def make_envs(args, num_envs, seed, *rest, **kwargs):
+        seeds.append(seed)
+        return plain(args, num_envs, seed, *rest, **kwargs)
+
+    monkeypatch.setattr(script, "make_envs", make_envs)
+    resume(script, "run")
+    assert 5 + 16 in seeds
+
+
 def test_seconds_and_episodes_add_up(script):
     first = train(script, "run", num_steps=16, total_timesteps=64)
     second = resume(script, "run", "--total-timesteps", 128)
