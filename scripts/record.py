@@ -246,9 +246,10 @@ def record(run_dir: Path, replace: bool = False, label: str = "") -> dict:
             if other and group_of(old["run"]) == group_of(name):
                 sys.exit(f"error: {old['run']} was `{old['command']}`: give this one --as NAME")
         rows = [old for old in rows if old["run"] != name] + [row]
-        write_csv(results / "runs.csv", sorted(rows, key=lambda row: row["run"]), COLUMNS)
+        # the curve first: a row without one would be half a result
         columns = ["step", "seconds", "return", "games"]
         write_csv(results / "curves" / f"{name}.csv", points, columns)
+        write_csv(results / "runs.csv", sorted(rows, key=lambda row: row["run"]), COLUMNS)
         rows = [old for old in read_csv(results / "metrics.csv") if old["run"] != name]
         rows += [{"run": name} | metric for metric in percentiles]
         columns = ["run", "metric", "p5", "p50", "p95"]
@@ -331,6 +332,8 @@ def main() -> None:
     parser.add_argument("--as", dest="label", default="", help="the end of the row's name")
     parser.add_argument("--same", action="store_true", help="compare today's code with older rows")
     args = parser.parse_args()
+    if "/" in args.label:
+        parser.error("--as: becomes part of a file's name, so it has no /")
     if args.same == bool(args.runs):
         parser.error("name run directories, or --same")
     for run_dir in args.runs:
