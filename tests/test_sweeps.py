@@ -400,7 +400,7 @@ def ablate(monkeypatch):
 
 
 def test_a_stopped_ablation_has_no_rows(ablate, tmp_path):
-    """A run that Ctrl-C ends writes its result.json, too."""
+    """A run that Ctrl-C ends writes its result.json, too; one that is killed says nothing."""
     ends = {"whole": (100_000, True), "stopped": (2048, False)}
     found = []
     for name, (steps, finished) in ends.items():
@@ -411,6 +411,9 @@ def test_a_stopped_ablation_has_no_rows(ablate, tmp_path):
     assert ablate.returns(found[:1]) == [7.0]
     assert ablate.returns(found) is None
     found[1].failed = True
+    found[1].log.write_text("2,048 of 100,000 steps")
+    assert ablate.returns(found) is None
+    found[1].log.write_text("2,048 of 100,000 steps\nerror: the gradient is not finite after step 9")
     assert ablate.returns(found) == [7.0, None]
 
 
