@@ -32,13 +32,10 @@ def test_a_result_of_older_code_is_marked():
 
 
 def test_a_speed_of_older_code_is_marked(monkeypatch):
-    """Unless a run shows that the code of then trains exactly as today's does."""
+    """Also if a run shows that the code of then trains as today's does: it may be slower."""
     today = code_hash(source_of("ppo"))
     speed = {"what": "ppo.py --compile", "blocks": "another"}
     monkeypatch.setattr(readme, "RUNS", [{"script": "ppo", "blocks": f"another {today}"}])
-    assert "older code" not in readme.stale_speed(speed)
-    assert "older code" in readme.stale_speed(speed | {"blocks": "a third"})
-    monkeypatch.setattr(readme, "RUNS", [{"script": "ppo", "blocks": "another"}])
     assert "older code" in readme.stale_speed(speed)
     assert "older code" not in readme.stale_speed(speed | {"blocks": today})
 

@@ -413,7 +413,7 @@ def test_a_stopped_ablation_has_no_rows(ablate, tmp_path):
     found[1].failed = True
     found[1].log.write_text("2,048 of 100,000 steps")
     assert ablate.returns(found) is None
-    found[1].log.write_text("2,048 of 100,000 steps\nerror: the gradient is not finite after step 9")
+    found[1].log.write_text("2,048 steps\nerror: the gradient is not finite after step 9")
     assert ablate.returns(found) == [7.0, None]
 
 
