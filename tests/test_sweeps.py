@@ -304,6 +304,20 @@ def test_compare_returns(compare, new, code, verdict, tmp_path):
     assert found == code and verdict in output
 
 
+def test_compare_leaves_out_what_is_in_both(compare, tmp_path):
+    """Seeds that were kept would pull both means together. Equal scores alone are no such runs."""
+    from scipy import stats
+
+    old = runs(tmp_path / "old.csv", [490, 480, 470])
+    code, output = compare(old, runs(tmp_path / "new.csv", [490, 480, 470, 400, 410, 405]))
+    interval = stats.ttest_ind([400, 410, 405], [490, 480, 470], equal_var=False)
+    low, high = interval.confidence_interval(0.95)
+    assert code == 1 and "less 3 that are in both files" in output
+    assert f"({low:+.1f} to {high:+.1f})" in output
+    _, output = compare(old, runs(tmp_path / "new.csv", [480, 470, 490, 490]))
+    assert "in both" not in output
+
+
 def test_compare_returns_by_welchs_interval(compare, tmp_path):
     from scipy import stats
 
