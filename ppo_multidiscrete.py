@@ -162,7 +162,7 @@ def make_envs(args: Args, num_envs: int, seed: int, frozen: dict | None = None):
     def signals(how: str) -> None:
         """Signals are for the process that saves: what starts in between is born deaf to them."""
         if hasattr(signal, "pthread_sigmask"):  # Windows has none
-            # SIGTERM is how Gymnasium ends processes of its own
+            # SIGTERM is how Gymnasium ends the processes of --vector-mode async
             mine = {signal.SIGINT} | ({signal.SIGTERM} if args.vector_mode == "sync" else set())
             signal.pthread_sigmask(getattr(signal, how), mine)
 
@@ -170,7 +170,7 @@ def make_envs(args: Args, num_envs: int, seed: int, frozen: dict | None = None):
         # [beyond 4] Every environment in a process of its own, observations in shared memory. The
         # processes are forked from one that has imported torch: they start in 2.5 s, not in 8.6.
         multiprocessing.set_forkserver_preload(["torch", "tyro", "tensorboard"])
-        # The tracker comes first, because its start would unblock them.
+        # The tracker comes first, because its start would unblock signals.
         multiprocessing.resource_tracker.ensure_running()
         signals("SIG_BLOCK")
         envs = gym.vector.AsyncVectorEnv(make, context="forkserver", autoreset_mode=same_step)

@@ -311,6 +311,6 @@ def test_hyperparameters_are_the_published_ones(name):
     """A default that changes makes every row of results/ that does not name it another run."""
     args = load_script(name).Args()
     for argument, value in (EVERYWHERE | DEFAULTS[name]).items():
-        if hasattr(args, argument) or argument in DEFAULTS[name]:
+        if (name, argument) != ("appo_async", "bootstrap_truncated"):  # which it lacks
             assert getattr(args, argument) == value, argument
     assert len(DEFAULTS) == len(SCRIPTS)
