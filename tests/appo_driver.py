@@ -6,9 +6,10 @@ The environment VizdoomLedger-v0 (no ViZDoom: so called, its rewards and pixels 
 shows who it is and how often it was stepped, and writes that to ledger/ID in shared pages, which
 outlive a kill. The learner compares what it gets with that, and appends to the file `learned`.
 With a learning rate of 0 every ratio is 1, which says that observations, states, actions and
-log-probabilities belong together. With FILL=1 in the environment, all weights of a version are one
-number instead, policy workers read them slowly, and none may see two numbers. Processes write what
-they pickle, and what they write, to `sent`. The network is small: races, not numbers, are wanted.
+log-probabilities belong together. Each policy worker writes the seed of its noise to `noise`. With
+FILL=1 in the environment, all weights of a version are one number instead, policy workers read them
+slowly, and none may see two numbers. Processes write what they pickle, and what they write, to
+`sent`. The network is small: races, not numbers, are wanted.
 A file `fuse` makes the policy workers fail.
 """
 
@@ -33,7 +34,7 @@ import appo_async
 
 MARK = np.dtype([("id", "<u8"), ("time", "<u4"), ("action", "u1"), ("first", "u1")])
 FILL = "FILL" in os.environ
-PAGE = np.dtype([("pid", "<u8"), ("time", "<u8")])  # of a file in ledger/
+PAGE = np.dtype([("pid", "<u8"), ("time", "<u8"), ("seed", "<u8")])  # of a file in ledger/
 LEARNED = np.dtype([("id", "<u8"), ("time", "<u8")])  # a trajectory: whose, and when it began
 
 
@@ -45,7 +46,7 @@ class Ledger(gym.Env):
 
     def __init__(self, render_mode=None):
         self.id, self.time, self.action = int.from_bytes(os.urandom(7), "little"), 0, 0
-        self.page = None
+        self.page, self.seed = None, None
 
     def _obs(self, first):
         screen = np.zeros((72, 128, 3), np.uint8)
@@ -55,6 +56,7 @@ class Ledger(gym.Env):
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
+        self.seed = self.seed if seed is None else seed
         return self._obs(True), {}
 
     def step(self, action):
@@ -63,7 +65,7 @@ class Ledger(gym.Env):
             with open(f"ledger/{self.id}", "w+b") as file:
                 file.truncate(PAGE.itemsize)
                 self.page = np.frombuffer(mmap.mmap(file.fileno(), PAGE.itemsize), PAGE)
-            self.page["pid"] = os.getpid()
+            self.page["pid"], self.page["seed"] = os.getpid(), self.seed
         self.time += 1
         self.page["time"] = self.time
         self.action = action
@@ -74,12 +76,18 @@ gym.register("VizdoomLedger-v0", Ledger)
 
 
 class SmallAgent(appo_async.Agent):
+    acted = False
+
     def __init__(self, envs, args):
         super().__init__(envs, args)
         pixels = nn.Sequential(nn.AvgPool2d(8), nn.Flatten())
         self.network = nn.Sequential(pixels, nn.Linear(3 * 9 * 16, 512), nn.Tanh())
 
     def get_action_and_value(self, x, hidden, done, action=None):
+        if action is None and not SmallAgent.acted:
+            SmallAgent.acted = True
+            with open("noise", "a") as file:
+                print(torch.initial_seed(), file=file)
         if action is not None:
             SmallAgent.batch = x.numpy(), done.numpy(), action.numpy()
         elif Path("fuse").exists():

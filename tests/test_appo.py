@@ -28,7 +28,7 @@ ENDLESS = [*FUSE, *SMALL, "--total-timesteps", 10**7]
 LEDGER = ["--env-id", "VizdoomLedger-v0", "--device", "cpu", "--eval-episodes", 0]
 LEDGER += ["--learning-rate", 0, "--num-steps", 8, "--total-timesteps", 10**8]
 LEARNED = np.dtype([("id", "<u8"), ("time", "<u8")])  # as in appo_driver.py
-PAGE = np.dtype([("pid", "<u8"), ("time", "<u8")])
+PAGE = np.dtype([("pid", "<u8"), ("time", "<u8"), ("seed", "<u8")])
 
 
 def patience(seconds: float) -> float:
@@ -286,6 +286,10 @@ class Ledger:
                 pages[int(path.name)] = int(page["pid"]), int(page["time"])
         return pages
 
+    def seeds(self) -> list[int]:
+        pages = [path.read_bytes() for path in self.folder.glob("ledger/*")]
+        return [int(np.frombuffer(page, PAGE)["seed"][0]) for page in pages if len(page) == PAGE.itemsize]
+
     def learned(self) -> dict[int, list[int]]:
         """When the trajectories began that were learned from, in that order."""
         path, times = self.folder / "learned", {}
@@ -305,6 +309,7 @@ class Ledger:
         """Nothing that was finished is missing, or learned from twice, or out of order."""
         learned, stepped = self.learned(), self.stepped()
         assert learned.keys() <= stepped.keys()
+        assert len(set(self.seeds())) == len(stepped)  # a successor's environments are new ones
         for number, (pid, steps) in stepped.items():
             times = learned.get(number, [])
             assert times == list(range(0, num_steps * len(times), num_steps))
@@ -525,7 +530,9 @@ def test_shapes_and_messages(shape, start, tmp_path):
     for times in learned.values():
         assert times == list(range(0, 8 * len(times), 8))
     most, least = max(map(len, learned.values())), min(map(len, learned.values()))
-    assert most <= least + 12 or shape == "three-splits"
+    assert most <= least + 12 or shape == "three-splits" and most <= 5 * least
+    noise = (tmp_path / "noise").read_text().split()
+    assert len(noise) == len(set(noise)) == (2 if shape == "three-splits" else 1)
     assert not (tmp_path / "sent").exists(), (tmp_path / "sent").read_text()
 
 

@@ -6,6 +6,7 @@ them the environment variables that torchrun would. What torchrun itself does is
 
 import contextlib
 import hashlib
+import itertools
 import json
 import multiprocessing
 import os
@@ -141,6 +142,12 @@ def test_two_processes_take_the_step_of_one(tmp_path):
     moved = (weights(one.run) - weights(none.run)).abs()
     assert moved.max() > 1e-4
     assert (weights(one.run) - weights(two.run)).abs().max() < 0.01 * moved.max()
+    logs = [EventAccumulator(str(x.run)).Reload() for x in (one, two)]
+    names = [name for name in logs[0].Tags()["scalars"] if name.startswith("losses/")]
+    assert len(names) == 7  # also those of all processes together
+    for name in names:
+        ours, theirs = (log.Scalars(name)[0].value for log in logs)
+        assert np.isclose(ours, theirs, rtol=0.01, atol=1e-4), name
     # the same environments, of other processes
     seeds = [sorted((tmp_path / size / "seeds").read_text().split()) for size in "124"]
     assert seeds == [["1", "2", "3", "4"]] * 3
@@ -213,6 +220,19 @@ def test_episodes_of_all_processes_count(pair, tmp_path):
     assert len(returns) == ours["episodes"] and steps == sorted(steps)
     assert np.isclose(np.mean([event.value for event in returns]), ours["return_last100"])
     assert [event.step for event in events.Scalars("losses/value_loss")] == [32, 64]
+
+
+def fast_clock(rank: int) -> None:
+    """In the second process half an hour passes each time it looks."""
+    clock, plain = itertools.count(0, 1800), time.time
+    time.time = lambda: plain() + rank * next(clock)
+
+
+def test_all_processes_save_together(tmp_path):
+    """Only the second process's clock says that it is time, after the first update."""
+    sizes = [*TINY, "--total-timesteps", 128, "--eval-episodes", 0, "--run-dir", "run"]
+    group = play(tmp_path, 2, *sizes, "--checkpoint-every", 600, prepare=fast_clock)
+    assert group.codes == [0, 0], group.errs
 
 
 def drift(rank: int) -> None:
