@@ -288,7 +288,8 @@ class Ledger:
 
     def seeds(self) -> list[int]:
         pages = [path.read_bytes() for path in self.folder.glob("ledger/*")]
-        return [int(np.frombuffer(page, PAGE)["seed"][0]) for page in pages if len(page) == PAGE.itemsize]
+        pages = [page for page in pages if len(page) == PAGE.itemsize]
+        return [int(np.frombuffer(page, PAGE)["seed"][0]) for page in pages]
 
     def learned(self) -> dict[int, list[int]]:
         """When the trajectories began that were learned from, in that order."""
@@ -530,7 +531,7 @@ def test_shapes_and_messages(shape, start, tmp_path):
     for times in learned.values():
         assert times == list(range(0, 8 * len(times), 8))
     most, least = max(map(len, learned.values())), min(map(len, learned.values()))
-    assert most <= least + 12 or shape == "three-splits" and most <= 5 * least
+    assert most <= least + 12 or (shape == "three-splits" and most <= 5 * least)
     noise = (tmp_path / "noise").read_text().split()
     assert len(noise) == len(set(noise)) == (2 if shape == "three-splits" else 1)
     assert not (tmp_path / "sent").exists(), (tmp_path / "sent").read_text()
