@@ -29,6 +29,7 @@ import dataclasses
 import importlib
 import io
 import itertools
+import json
 import os
 import re
 import statistics
@@ -431,7 +432,7 @@ def visit_first(pool, act):
     return visit
 
 
-def loop_rate(script, num_envs: int, threads: int, steps: float) -> float:
+def loop_rate(name: str, num_envs: int, threads: int, steps: float, flags=()) -> float:
     """Steps/s of a script's whole training loop, with a policy that looks at one pixel."""
     import torch
 
@@ -451,20 +452,35 @@ def loop_rate(script, num_envs: int, threads: int, steps: float) -> float:
             logprob = log_pi.gather(-1, action.unsqueeze(-1)).squeeze(-1)
             return action, logprob, -(log_pi.exp() * log_pi).sum(-1), value
 
+    script, args = arguments(Case(name, "Breakout", num_envs, list(flags)))
     plain, script.Agent = script.Agent, Glance
     with tempfile.TemporaryDirectory() as folder:
         sizes = {"num_envs": num_envs, "num_threads": threads, "eval_episodes": 0}
         sizes |= {"num_minibatches": 1, "update_epochs": 1, "run_dir": folder}
-        batch = num_envs * script.Args.num_steps
-        total = batch * max(4, round(steps / batch))
+        batch = num_envs * args.num_steps
+        sizes["total_timesteps"] = batch * max(2, round(steps / batch))
         with contextlib.redirect_stdout(io.StringIO()):
-            result = script.train(script.Args(total_timesteps=total, **sizes))
+            result = script.train(dataclasses.replace(args, **sizes))
     script.Agent = plain
     return result["sps"]
 
 
-def scaling_rows(seconds: float):
-    """Yield rows of results/scaling.csv: Breakout, by kind of vector environment and number."""
+KINDS = {  # of vector environments: smallest and largest number, and whether it has threads
+    "ppo_atari.py": (1, 256, False),
+    "ppo_atari.py --vector-mode async": (1, 64, False),
+    "ale-py's vector environment": (1, 256, True),
+    "EnvPool": (1, 256, True),
+    "EnvPool, whichever half is ready": (2, 256, True),
+    "envpool_ppo.py": (1, 256, True),
+    "envpool_ppo.py --async-envs": (2, 256, True),
+}
+
+
+def scaling_row(kind: str, n: int, threads: int, seconds: float) -> dict:
+    """A row of results/scaling.csv: Breakout, n games, stepped in every way that it has by turns.
+
+    memory_mb is what the games add to this process and those that it starts.
+    """
     import ale_py
     import envpool
     import gymnasium as gym
@@ -472,12 +488,10 @@ def scaling_rows(seconds: float):
     import torch
 
     gym.register_envs(ale_py)
-    cores = len(os.sched_getaffinity(0))
     bf16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()
     script, args = arguments(Case("ppo_atari", "Breakout", 8, BF16 if bf16 else []))
     script.pick_device(args)
-    spaces = argparse.Namespace(single_action_space=gym.spaces.Discrete(4))
-    agent = script.Agent(spaces, args)
+    agent = script.Agent(argparse.Namespace(single_action_space=gym.spaces.Discrete(4)), args)
 
     def at_random(obs):
         return np.random.randint(0, 4, len(obs)).astype(np.int32)
@@ -486,55 +500,45 @@ def scaling_rows(seconds: float):
     def by_policy(obs):
         return agent.get_action_and_value(torch.as_tensor(obs))[0].numpy()
 
-    def own(name, flags):
+    def make():
+        if kind == "ale-py's vector environment":
+            return gym.make_vec("ALE/Breakout-v5", num_envs=n, num_threads=threads)
+        if kind.startswith("EnvPool"):
+            sizes = {"batch_size": n // 2} if "half" in kind else {}
+            return envpool.make_gymnasium("Breakout-v5", num_envs=n, num_threads=threads, **sizes)
+        name, *flags = kind.replace(".py", "").split()
+        flags += ["--num-threads", str(threads)] if name == "envpool_ppo" else []
         script, args = arguments(Case(name, "Breakout", n, flags))
         return script.make_envs(args, n, 1)[0]
 
-    def pool(**sizes):
-        return envpool.make_gymnasium("Breakout-v5", num_envs=n, num_threads=threads, **sizes)
-
-    both, alone = (1, cores) if cores > 1 else (1,), (1,)
-    kinds = {
-        # name: (threads, smallest and largest number, how to make them, how to visit them)
-        "ppo_atari.py": (alone, 1, 256, lambda: own("ppo_atari", []), visit_all),
-        "ppo_atari.py --vector-mode async": (
-            *(alone, 1, 64),
-            *(lambda: own("ppo_atari", ASYNC), visit_all),
-        ),
-        "ale-py's vector environment": (
-            *(both, 1, 256),
-            lambda: gym.make_vec("ALE/Breakout-v5", num_envs=n, num_threads=threads),
-            visit_all,
-        ),
-        "EnvPool": (both, 1, 256, pool, visit_all),
-        "EnvPool, whichever half is ready": (
-            *(both, 2, 256),
-            *(lambda: pool(batch_size=n // 2), visit_first),
-        ),
-        "envpool_ppo.py": (
-            *(both, 1, 256),
-            *(lambda: own("envpool_ppo", ["--num-threads", str(threads)]), visit_all),
-        ),
-        "envpool_ppo.py --async-envs": (
-            *(both, 2, 256),
-            *(lambda: own("envpool_ppo", [*HALVES, "--num-threads", str(threads)]), visit_halves),
-        ),
-    }
-    for n, kind in itertools.product((1, 2, 4, 8, 16, 32, 64, 128, 256), kinds):
-        thread_counts, smallest, largest, make, visiting = kinds[kind]
-        for threads in thread_counts if smallest <= n <= largest else ():
-            row = {"kind": kind, "num_envs": n, "threads": threads, "precision": args.precision}
+    visiting = visit_first if "half" in kind else visit_halves if HALVES[0] in kind else visit_all
+    rates, memory = {"alone": [], "with_policy": [], "loop": []}, []
+    for _ in range(3):
+        for name, act in (("alone", at_random), ("with_policy", by_policy)):
             before = tree_memory(os.getpid())
-            for name, act in (("alone", at_random), ("with_policy", by_policy)):
-                envs = make()
-                visit = visiting(envs, act)
-                row[name] = round(visit() * rate(visit, seconds))
-                row["memory_mb"] = tree_memory(os.getpid()) - before
-                envs.close()
-            row["loop"] = ""
-            if kind == "envpool_ppo.py":
-                script = importlib.import_module("envpool_ppo")
-                row["loop"] = round(loop_rate(script, n, threads, seconds * row["alone"]))
+            envs = make()
+            visit = visiting(envs, act)
+            rates[name].append(visit() * rate(visit, seconds))
+            memory.append(tree_memory(os.getpid()) - before)
+            envs.close()
+        if kind.startswith("envpool_ppo.py"):
+            steps = seconds * rates["alone"][-1]
+            rates["loop"].append(loop_rate("envpool_ppo", n, threads, steps, kind.split()[1:]))
+    middle = {name: round(statistics.median(x)) if x else "" for name, x in rates.items()}
+    return {"memory_mb": memory[0], "precision": args.precision} | middle
+
+
+def scaling_rows(seconds: float):
+    """Yield the rows of results/scaling.csv, each measured in a process of its own."""
+    cores = len(os.sched_getaffinity(0))
+    for n, kind in itertools.product((1, 2, 4, 8, 16, 32, 64, 128, 256), KINDS):
+        smallest, largest, threaded = KINDS[kind]
+        counts = sorted({1, cores}) if threaded else [1]
+        for threads in counts if smallest <= n <= largest else ():
+            words = [sys.executable, __file__, "--scaling-row", kind, n, threads, seconds]
+            answer = subprocess.check_output(list(map(str, words)), text=True)
+            row = {"kind": kind, "num_envs": n, "threads": threads}
+            row |= json.loads(answer.splitlines()[-1])
             print(row, flush=True)
             yield row
 
@@ -555,6 +559,10 @@ def main() -> None:
         parts = measure_parts(Case(script, "", int(num_envs), flags), float(seconds))
         print(*(f"{name}={value}" for name, value in parts.items()))
         return
+    if sys.argv[1:2] == ["--scaling-row"]:
+        kind, n, threads, seconds = sys.argv[2:]
+        print(json.dumps(scaling_row(kind, int(n), int(threads), float(seconds))))
+        return
     args = parser.parse_args()
     from record import code_hash, git, machine, read_csv, write_csv
 
@@ -562,7 +570,7 @@ def main() -> None:
     if args.scaling:
         path, key = ROOT / "results" / "scaling.csv", ("num_envs", "kind", "threads")
         rows = {tuple(row[k] for k in key): row for row in read_csv(path)}
-        for row in scaling_rows(0.3 if args.quick else 2.0):
+        for row in scaling_rows(0.1 if args.quick else 1.0):
             rows[tuple(str(row[k]) for k in key)] = row | origin
             if not args.quick:
                 write_csv(path, list(rows.values()), list(row | origin))

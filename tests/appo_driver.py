@@ -8,9 +8,10 @@ outlive a kill. The learner compares what it gets with that, and appends to the 
 With a learning rate of 0 every ratio is 1, which says that observations, states, actions and
 log-probabilities belong together. Each policy worker writes the seed of its noise to `noise`. With
 FILL=1 in the environment, all weights of a version are one number instead, policy workers read them
-slowly, and none may see two numbers. Processes write what they pickle, and what they write, to
-`sent`. The network is small: races, not numbers, are wanted.
-A file `fuse` makes the policy workers fail.
+slowly, and none may see two numbers. With RUNG=1 nobody looks again without having been rung for:
+a bell that is missing ends the run instead of making it slow. Processes write what they pickle, and
+what they write, to `sent`. The network is small: races, not numbers, are wanted. A file `fuse`
+makes the policy workers fail.
 """
 
 import functools
@@ -18,6 +19,7 @@ import mmap
 import multiprocessing.connection
 import os
 import pickle
+import select
 import signal
 import sys
 import time
@@ -141,6 +143,17 @@ def audit(ratios, rewards, *rest):
 
 
 appo_async.compute_vtrace = audit
+
+wait = appo_async.Bell.wait
+
+
+def wait_until_rung(self, seconds):
+    assert select.select([self.listener], [], [], 60)[0], "nobody rings"
+    wait(self, seconds)
+
+
+if "RUNG" in os.environ:
+    appo_async.Bell.wait = wait_until_rung
 
 
 # === What is sent, from when a process has begun its work

@@ -521,8 +521,12 @@ SHAPES = {
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_shapes_and_messages(shape, start, tmp_path):
-    """Every sample is whole and learned from once; nothing is pickled once the processes run."""
+def test_shapes_and_messages(shape, start, tmp_path, monkeypatch):
+    """Every sample is whole and learned from once; nothing is pickled once the processes run.
+
+    And every bell is rung when it is time: see RUNG in appo_driver.py.
+    """
+    monkeypatch.setenv("RUNG", "1")
     stop = 1536
     run = start(*LEDGER, *SHAPES[shape], "--stop-at", stop, script=DRIVER)
     assert run.ends() == 0, run.err
