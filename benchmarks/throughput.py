@@ -528,13 +528,14 @@ def scaling_row(kind: str, n: int, threads: int, seconds: float) -> dict:
     return {"memory_mb": memory[0], "precision": args.precision} | middle
 
 
-def scaling_rows(seconds: float):
+def scaling_rows(seconds: float, only: str):
     """Yield the rows of results/scaling.csv, each measured in a process of its own."""
     cores = len(os.sched_getaffinity(0))
     for n, kind in itertools.product((1, 2, 4, 8, 16, 32, 64, 128, 256), KINDS):
         smallest, largest, threaded = KINDS[kind]
         counts = sorted({1, cores}) if threaded else [1]
-        for threads in counts if smallest <= n <= largest else ():
+        wanted = smallest <= n <= largest and only in f"{kind}, Breakout, {n}"
+        for threads in counts if wanted else ():
             words = [sys.executable, __file__, "--scaling-row", kind, n, threads, seconds]
             answer = subprocess.check_output(list(map(str, words)), text=True)
             row = {"kind": kind, "num_envs": n, "threads": threads}
@@ -570,7 +571,7 @@ def main() -> None:
     if args.scaling:
         path, key = ROOT / "results" / "scaling.csv", ("num_envs", "kind", "threads")
         rows = {tuple(row[k] for k in key): row for row in read_csv(path)}
-        for row in scaling_rows(0.1 if args.quick else 1.0):
+        for row in scaling_rows(0.1 if args.quick else 1.0, args.only):
             rows[tuple(str(row[k]) for k in key)] = row | origin
             if not args.quick:
                 write_csv(path, list(rows.values()), list(row | origin))
