@@ -110,15 +110,19 @@ class Cell:
         stop_at = self.command.index("--stop-at") + 1 if "--stop-at" in self.command else None
         return result["finished"] or bool(stop_at and result["steps"] >= int(self.command[stop_at]))
 
-    def start(self) -> bool:
-        """Start or resume the run, unless another process has it. Returns whether it runs now."""
+    def start(self) -> str:
+        """Start or resume the run, unless another process has it, or had. Returns why not."""
         self.run_dir.parent.mkdir(parents=True, exist_ok=True)
         lock = os.open(self.lock, os.O_CREAT | os.O_RDWR)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(lock)
-            return False
+            return "is being trained by another process"
+        # asked again: who has begun it since may have been started with other flags
+        if (begun := self.begun_with()) and begun != self.settings():
+            os.close(lock)
+            return f"was begun as `{begun}` by another process"
         self.lock.write_text(self.settings())
         words = ["--run-dir", str(self.run_dir)]
         if (self.run_dir / "checkpoint.pt").exists():
@@ -135,7 +139,7 @@ class Cell:
                 start_new_session=True,  # Ctrl-C is handed on by us
             )
         os.close(lock)
-        return True
+        return ""
 
     def progress(self) -> tuple[int, int, float]:
         """Steps done, steps in all, steps per second, by the last line of the log that says so."""
@@ -188,10 +192,10 @@ def run(pool: list[Cell], jobs: int) -> int:
             cell = waiting.pop(0)
             if cell.done():  # by another reproduce.py, meanwhile
                 continue
-            if cell.start():
-                running.append(cell)
+            if why_not := cell.start():
+                print(f"{cell.name} {why_not}", flush=True)
             else:
-                print(f"{cell.name} is being trained by another process", flush=True)
+                running.append(cell)
         for cell in [cell for cell in running if cell.process.poll() is not None]:
             running.remove(cell)
             if cell.process.returncode:

@@ -433,8 +433,13 @@ def visit_first(pool, act):
 
 
 def loop_rate(name: str, num_envs: int, threads: int, steps: float, flags=()) -> float:
-    """Steps/s of a script's whole training loop, with a policy that looks at one pixel."""
+    """Steps/s of a script's whole training loop, with a policy that looks at one pixel.
+
+    One epoch; the first iteration is left out. PyTorch has one thread, which is enough for a pixel:
+    a second one would spin for a while after every copy, on a core where a game could be played.
+    """
     import torch
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     class Glance(torch.nn.Module):
         def __init__(self, envs, args):
@@ -442,10 +447,10 @@ def loop_rate(name: str, num_envs: int, threads: int, steps: float, flags=()) ->
             self.head = torch.nn.Linear(1, envs.single_action_space.n + 1)
 
         def get_value(self, x):
-            return self.head(x[:, 0, 0, :1].float())[:, -1]
+            return self.head(x[:, 0, 0, :1] / 255)[:, -1]
 
         def get_action_and_value(self, x, action=None):
-            *logits, value = self.head(x[:, 0, 0, :1].float()).unbind(-1)
+            *logits, value = self.head(x[:, 0, 0, :1] / 255).unbind(-1)
             log_pi = torch.stack(logits, -1).log_softmax(-1)
             if action is None:
                 action = log_pi.exp().multinomial(1).squeeze(-1)
@@ -453,16 +458,18 @@ def loop_rate(name: str, num_envs: int, threads: int, steps: float, flags=()) ->
             return action, logprob, -(log_pi.exp() * log_pi).sum(-1), value
 
     script, args = arguments(Case(name, "Breakout", num_envs, list(flags)))
-    plain, script.Agent = script.Agent, Glance
+    plain = script.Agent, script.TORCH_THREADS
+    script.Agent, script.TORCH_THREADS = Glance, 1
     with tempfile.TemporaryDirectory() as folder:
         sizes = {"num_envs": num_envs, "num_threads": threads, "eval_episodes": 0}
-        sizes |= {"num_minibatches": 1, "update_epochs": 1, "run_dir": folder}
+        sizes |= {"update_epochs": 1, "run_dir": folder}
         batch = num_envs * args.num_steps
-        sizes["total_timesteps"] = batch * max(2, round(steps / batch))
+        sizes["total_timesteps"] = batch * (1 + max(2, round(steps / batch)))
         with contextlib.redirect_stdout(io.StringIO()):
-            result = script.train(dataclasses.replace(args, **sizes))
-    script.Agent = plain
-    return result["sps"]
+            script.train(dataclasses.replace(args, **sizes))
+        first, *_, last = EventAccumulator(folder).Reload().Scalars("charts/SPS")
+    script.Agent, script.TORCH_THREADS = plain
+    return (last.step - first.step) / (last.step / last.value - first.step / first.value)
 
 
 KINDS = {  # of vector environments: smallest and largest number, and whether it has threads

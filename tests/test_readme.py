@@ -93,10 +93,27 @@ def test_a_run_that_has_not_ended_is_not_recorded(missing, tmp_path):
 
 
 def test_what_is_averaged_differs_in_the_seed_alone():
-    settings: dict = {}
+    groups: dict = {}
     for row in ROWS:
-        group = settings.setdefault(record.group_of(row["run"]), record.settings_of(row["command"]))
-        assert record.settings_of(row["command"]) == group
+        settings = record.settings_of(row["command"]), row["steps"]
+        assert groups.setdefault(record.group_of(row["run"]), settings) == settings
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "verdict"),
+    [
+        ("nothing", "nothing", True),
+        ("lr=args.learning_rate, eps=1e-5", "lr=args.learning_rate, eps=1.1e-5", False),
+        ("].append(episodic_return)", "].append(1 + episodic_return)", False),
+    ],
+)
+def test_same_is_what_takes_the_same_steps(old, new, verdict, monkeypatch):
+    """An epsilon of Adam's that differs by a tenth, in weights; a score, in what was played."""
+    source = (ROOT / "ppo.py").read_text()
+    assert old == "nothing" or source.count(old) == 1
+    monkeypatch.setattr(record, "git", lambda *words: "# then\n" + source.replace(old, new))
+    row = {"script": "ppo", "commit": "0000000", "command": "python ppo.py --stop-at 500000"}
+    assert record.same(row) == verdict
 
 
 def test_a_run_without_a_game_is_no_row(tmp_path, monkeypatch):

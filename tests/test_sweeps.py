@@ -223,6 +223,25 @@ def test_reproduce_never_runs_a_cell_twice(tmp_path):
     assert log.count("device cpu") == 1 and "going on after step" not in log
 
 
+def test_reproduce_leaves_a_run_with_other_flags_alone(tmp_path):
+    """Also if that was begun after both runners had looked, and has been killed."""
+    command = [sys.executable, str(ROOT / "ppo.py"), "--eval-episodes=0", "--total-timesteps=40000"]
+    first = reproduce.Cell("run", command, tmp_path)
+    second = reproduce.Cell("run", [*command, "--gamma", "0.5"], tmp_path)
+    assert first.begun_with() is None and second.begun_with() is None
+    assert first.start() == ""
+    wait_for((tmp_path / "run/checkpoint.pt").exists)
+    assert second.start() == "is being trained by another process"
+    first.process.kill()
+    first.process.wait()
+    assert "was begun as `python ppo.py" in second.start() and second.process is None
+    assert first.begun_with() == first.settings()
+    again = reproduce.Cell("run", [*command, "--stop-at", "5000"], tmp_path)
+    assert again.start() == ""
+    again.process.kill()
+    again.process.wait()
+
+
 def test_reproduce_records_a_failure_and_goes_on(tmp_path):
     parameters = SMALL["parameters"] | {"env-id": {"values": ["NoSuch-v1", "CartPole-v1"]}}
     code, output = finish(start(tmp_path, SMALL | {"parameters": parameters}))
