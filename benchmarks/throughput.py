@@ -469,6 +469,7 @@ def loop_rate(name: str, num_envs: int, threads: int, steps: float, flags=()) ->
             script.train(dataclasses.replace(args, **sizes))
         first, *_, last = EventAccumulator(folder).Reload().Scalars("charts/SPS")
     script.Agent, script.TORCH_THREADS = plain
+    torch.set_num_threads(script.TORCH_THREADS)
     return (last.step - first.step) / (last.step / last.value - first.step / first.value)
 
 
