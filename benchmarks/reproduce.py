@@ -111,7 +111,10 @@ class Cell:
         return result["finished"] or bool(stop_at and result["steps"] >= int(self.command[stop_at]))
 
     def start(self) -> str:
-        """Start or resume the run, unless another process has it, or had. Returns why not."""
+        """Start or resume the run. Returns why not, "" if it runs.
+
+        Not if another process trains it, or has begun it with other flags.
+        """
         self.run_dir.parent.mkdir(parents=True, exist_ok=True)
         lock = os.open(self.lock, os.O_CREAT | os.O_RDWR)
         try:

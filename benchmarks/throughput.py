@@ -4,7 +4,7 @@
     python benchmarks/throughput.py --quick            # once, shorter, nothing written: 5 minutes
     python benchmarks/throughput.py --only bf16        # what has this in its name or task
     python benchmarks/throughput.py --sizes            # 1 to 64 environments: 20 minutes a round
-    python benchmarks/throughput.py --scaling          # Breakout, alone and with a policy
+    python benchmarks/throughput.py --scaling          # Breakout by kind of environment: an hour
     python benchmarks/throughput.py --appo             # appo_async.py, Sample Factory: 100 minutes
     python benchmarks/throughput.py --sampler          # its sampler, pure simulation: 20 minutes
     python benchmarks/throughput.py --native           # EnvPool in its workers: 15 minutes
