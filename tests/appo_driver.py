@@ -6,12 +6,13 @@ The environment VizdoomLedger-v0 (no ViZDoom: so called, its rewards and pixels 
 shows who it is and how often it was stepped, and writes that to ledger/ID in shared pages, which
 outlive a kill. The learner compares what it gets with that, and appends to the file `learned`.
 With a learning rate of 0 every ratio is 1, which says that observations, states, actions and
-log-probabilities belong together. Each policy worker writes the seed of its noise to `noise`. With
-FILL=1 in the environment, all weights of a version are one number instead, policy workers read them
-slowly, and none may see two numbers. With RUNG=1 nobody looks again without having been rung for:
-a bell that is missing ends the run instead of making it slow. Processes write what they pickle, and
-what they write, to `sent`. The network is small: races, not numbers, are wanted. A file `fuse`
-makes the policy workers fail.
+log-probabilities belong together. After each batch it appends to `filled` how many slots every
+split had filled by then. Each policy worker writes the seed of its noise to `noise`. With FILL=1 in
+the environment, all weights of a version are one number instead, policy workers read them slowly,
+and none may see two numbers. With RUNG=1 nobody looks again without having been rung for: a bell
+that is missing ends the run instead of making it slow; and the learner pauses once, so that all
+slots fill. Processes write what they pickle, and what they write, to `sent`. The network is small:
+races, not numbers, are wanted. A file `fuse` makes the policy workers fail.
 """
 
 import functools
@@ -35,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import appo_async
 
 MARK = np.dtype([("id", "<u8"), ("time", "<u4"), ("action", "u1"), ("first", "u1")])
-FILL = "FILL" in os.environ
+FILL, RUNG = "FILL" in os.environ, "RUNG" in os.environ
 PAGE = np.dtype([("pid", "<u8"), ("time", "<u8"), ("seed", "<u8")])  # of a file in ledger/
 LEARNED = np.dtype([("id", "<u8"), ("time", "<u8")])  # a trajectory: whose, and when it began
 
@@ -139,6 +140,10 @@ def audit(ratios, rewards, *rest):
     rows["id"], rows["time"] = marks["id"][0], marks["time"][0]
     with open("learned", "ab") as file:
         file.write(rows.tobytes())
+    if RUNG and not Path("filled").exists():
+        time.sleep(0.5)
+    with open("filled", "ab") as file:
+        file.write(SHARED[0].filled.numpy().tobytes())
     return compute_vtrace(ratios, rewards, *rest)
 
 
@@ -152,7 +157,7 @@ def wait_until_rung(self, seconds):
     wait(self, seconds)
 
 
-if "RUNG" in os.environ:
+if RUNG:
     appo_async.Bell.wait = wait_until_rung
 
 
@@ -215,11 +220,12 @@ def busy(function, during):
 appo_async.run_part = busy(appo_async.run_part, True)
 appo_async.save = busy(appo_async.save, False)
 appo_async.Team.start = busy(appo_async.Team.start, False)
-start_team = appo_async.Team.__init__
+start_team, SHARED = appo_async.Team.__init__, []
 
 
-def start_team_first(self, *args):
-    start_team(self, *args)
+def start_team_first(self, args, shared):
+    start_team(self, args, shared)
+    SHARED.append(shared)
     BUSY[:] = ["busy"]
 
 

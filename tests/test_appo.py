@@ -286,10 +286,10 @@ class Ledger:
                 pages[int(path.name)] = int(page["pid"]), int(page["time"])
         return pages
 
-    def seeds(self) -> list[int]:
-        pages = [path.read_bytes() for path in self.folder.glob("ledger/*")]
-        pages = [page for page in pages if len(page) == PAGE.itemsize]
-        return [int(np.frombuffer(page, PAGE)["seed"][0]) for page in pages]
+    def seeds(self) -> dict[int, int]:
+        pages = {int(path.name): path.read_bytes() for path in self.folder.glob("ledger/*")}
+        pages = {number: page for number, page in pages.items() if len(page) == PAGE.itemsize}
+        return {number: int(np.frombuffer(page, PAGE)["seed"][0]) for number, page in pages.items()}
 
     def learned(self) -> dict[int, list[int]]:
         """When the trajectories began that were learned from, in that order."""
@@ -310,7 +310,9 @@ class Ledger:
         """Nothing that was finished is missing, or learned from twice, or out of order."""
         learned, stepped = self.learned(), self.stepped()
         assert learned.keys() <= stepped.keys()
-        assert len(set(self.seeds())) == len(stepped)  # a successor's environments are new ones
+        assert len(set(self.seeds().values())) == len(
+            stepped
+        )  # a successor's environments are new ones
         for number, (pid, steps) in stepped.items():
             times = learned.get(number, [])
             assert times == list(range(0, num_steps * len(times), num_steps))
@@ -513,11 +515,35 @@ def test_memory_is_linear():
 # === Shapes of the sampler
 
 SPLITS = ["--num-workers", 2, "--num-splits", 3, "--envs-per-worker", 6, "--minibatch-size", 64]
-SHAPES = {
-    "three-splits": [*SPLITS, "--num-policy-workers", 2, "--rnn", "gru"],
-    # a slot has 8 trajectories, a batch has 3: most slots are part of four batches
-    "one-split": [*SMALL, "--num-splits", 1, "--envs-per-worker", 8, "--minibatch-size", 24],
+SHAPES = {  # with the trajectories in a batch, and in a slot
+    "three-splits": ([*SPLITS, "--num-policy-workers", 2, "--rnn", "gru"], 8, 2),
+    # most slots are part of four batches
+    "one-split": (
+        [*SMALL, "--num-splits", 1, "--envs-per-worker", 8, "--minibatch-size", 24],
+        *(3, 8),
+    ),
 }
+
+
+def assert_oldest_first(ledger: Ledger, in_batch: int, in_slot: int) -> None:
+    """What was finished two looks before another is never learned from after it.
+
+    The learner looks once before each batch, and the driver right after. What the driver sees for
+    the first time after batch k was found by the look before batch k, or by the next one.
+    """
+    order = np.fromfile(ledger.folder / "learned", LEARNED)
+    batch = {(int(row["id"]), int(row["time"]) // 8): i // in_batch for i, row in enumerate(order)}
+    filled = np.fromfile(ledger.folder / "filled", np.int64).reshape(len(order) // in_batch, -1)
+    found = []  # (the first look that may have found it, the batch that learned from it)
+    for number, seed in ledger.seeds().items():
+        of_split = filled[:, (seed - 1) // in_slot]
+        for i in range(of_split[-1]):
+            found.append((np.argmax(of_split > i), batch.get((number, i), len(filled))))
+    looks, batches = np.array(found).T
+    assert (batches >= looks).all()
+    for look in np.unique(looks):
+        older, younger = batches[looks < look - 1], batches[looks == look]
+        assert older.max(initial=0) <= younger.min()
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -527,15 +553,15 @@ def test_shapes_and_messages(shape, start, tmp_path, monkeypatch):
     And every bell is rung when it is time: see RUNG in appo_driver.py.
     """
     monkeypatch.setenv("RUNG", "1")
+    argv, *sizes = SHAPES[shape]
     stop = 1536
-    run = start(*LEDGER, *SHAPES[shape], "--stop-at", stop, script=DRIVER)
+    run = start(*LEDGER, *argv, "--stop-at", stop, script=DRIVER)
     assert run.ends() == 0, run.err
     learned = Ledger(tmp_path).learned()
     assert sum(map(len, learned.values())) == stop / 8
     for times in learned.values():
         assert times == list(range(0, 8 * len(times), 8))
-    most, least = max(map(len, learned.values())), min(map(len, learned.values()))
-    assert most <= least + 12 or (shape == "three-splits" and most <= 5 * least)
+    assert_oldest_first(Ledger(tmp_path), *sizes)
     noise = (tmp_path / "noise").read_text().split()
     assert len(noise) == len(set(noise)) == (2 if shape == "three-splits" else 1)
     assert not (tmp_path / "sent").exists(), (tmp_path / "sent").read_text()
