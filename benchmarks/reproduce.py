@@ -113,7 +113,7 @@ class Cell:
     def start(self) -> str:
         """Start or resume the run. Returns why not, "" if it runs.
 
-        Not if another process trains it, or has begun it with other flags.
+        Not if another process trains it, or has begun it with other flags, which is a failure.
         """
         self.run_dir.parent.mkdir(parents=True, exist_ok=True)
         lock = os.open(self.lock, os.O_CREAT | os.O_RDWR)
@@ -125,6 +125,7 @@ class Cell:
         # asked again: who has begun it since may have been started with other flags
         if (begun := self.begun_with()) and begun != self.settings():
             os.close(lock)
+            self.failed = True  # nobody trains it with the flags that were asked for
             return f"was begun as `{begun}` by another process"
         self.lock.write_text(self.settings())
         words = ["--run-dir", str(self.run_dir)]

@@ -520,20 +520,21 @@ def scaling_row(kind: str, n: int, threads: int, seconds: float) -> dict:
         return script.make_envs(args, n, 1)[0]
 
     visiting = visit_first if "half" in kind else visit_halves if HALVES[0] in kind else visit_all
-    rates, memory = {"alone": [], "with_policy": [], "loop": []}, []
+    rates, memory = {"alone": [], "with_policy": [], "loop": []}, None
     for _ in range(3):
         for name, act in (("alone", at_random), ("with_policy", by_policy)):
             before = tree_memory(os.getpid())
             envs = make()
             visit = visiting(envs, act)
             rates[name].append(visit() * rate(visit, seconds))
-            memory.append(tree_memory(os.getpid()) - before)
+            # of the first ones: those after them find memory that is free but not given back
+            memory = tree_memory(os.getpid()) - before if memory is None else memory
             envs.close()
         if kind.startswith("envpool_ppo.py"):
             steps = seconds * rates["alone"][-1]
             rates["loop"].append(loop_rate("envpool_ppo", n, threads, steps, kind.split()[1:]))
     middle = {name: round(statistics.median(x)) if x else "" for name, x in rates.items()}
-    return {"memory_mb": memory[0], "precision": args.precision} | middle
+    return {"memory_mb": memory, "precision": args.precision} | middle
 
 
 def scaling_rows(seconds: float, only: str):

@@ -235,6 +235,7 @@ def test_reproduce_leaves_a_run_with_other_flags_alone(tmp_path):
     first.process.kill()
     first.process.wait()
     assert "was begun as `python ppo.py" in second.start() and second.process is None
+    assert second.failed and not first.failed  # its runner says so with exit code 1
     assert first.begun_with() == first.settings()
     again = reproduce.Cell("run", [*command, "--stop-at", "5000"], tmp_path)
     assert again.start() == ""
