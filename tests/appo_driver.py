@@ -11,8 +11,9 @@ split had filled by then. Each policy worker writes the seed of its noise to `no
 the environment, all weights of a version are one number instead, policy workers read them slowly,
 and none may see two numbers. With RUNG=1 nobody looks again without having been rung for: a bell
 that is missing ends the run instead of making it slow; and the learner pauses once, so that all
-slots fill. Processes write what they pickle, and what they write, to `sent`. The network is small:
-races, not numbers, are wanted. A file `fuse` makes the policy workers fail.
+slots fill. SLOW=rollout or SLOW=learner says who takes his time. Processes write what they pickle,
+and what they write, to `sent`. The network is small: races, not numbers, are wanted. A file `fuse`
+makes the policy workers fail.
 """
 
 import functools
@@ -36,7 +37,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import appo_async
 
 MARK = np.dtype([("id", "<u8"), ("time", "<u4"), ("action", "u1"), ("first", "u1")])
-FILL, RUNG = "FILL" in os.environ, "RUNG" in os.environ
+FILL, RUNG, SLOW = "FILL" in os.environ, "RUNG" in os.environ, os.environ.get("SLOW")
 PAGE = np.dtype([("pid", "<u8"), ("time", "<u8"), ("seed", "<u8")])  # of a file in ledger/
 LEARNED = np.dtype([("id", "<u8"), ("time", "<u8")])  # a trajectory: whose, and when it began
 
@@ -69,6 +70,7 @@ class Ledger(gym.Env):
                 file.truncate(PAGE.itemsize)
                 self.page = np.frombuffer(mmap.mmap(file.fileno(), PAGE.itemsize), PAGE)
             self.page["pid"], self.page["seed"] = os.getpid(), self.seed
+        time.sleep(0.01 * (SLOW == "rollout"))
         self.time += 1
         self.page["time"] = self.time
         self.action = action
@@ -140,8 +142,7 @@ def audit(ratios, rewards, *rest):
     rows["id"], rows["time"] = marks["id"][0], marks["time"][0]
     with open("learned", "ab") as file:
         file.write(rows.tobytes())
-    if RUNG and not Path("filled").exists():
-        time.sleep(0.5)
+    time.sleep(0.1 * (SLOW == "learner") + 0.5 * (RUNG and not Path("filled").exists()))
     with open("filled", "ab") as file:
         file.write(SHARED[0].filled.numpy().tobytes())
     return compute_vtrace(ratios, rewards, *rest)

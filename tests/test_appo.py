@@ -567,6 +567,20 @@ def test_shapes_and_messages(shape, start, tmp_path, monkeypatch):
     assert not (tmp_path / "sent").exists(), (tmp_path / "sent").read_text()
 
 
+@pytest.mark.parametrize("slow", ["rollout", "learner"])
+def test_who_is_the_bottleneck_is_shown(slow, start, tmp_path, monkeypatch):
+    """One kind of process takes its time, on an idle processor, and the others wait for it."""
+    monkeypatch.setenv("SLOW", slow)
+    start(*LEDGER, *SMALL, "--num-workers", 2, "--stop-at", 960, script=DRIVER).ends()
+    log = EventAccumulator(str(tmp_path / "run")).Reload()
+    waiting = {
+        role: log.Scalars(f"charts/waiting_{role}")[-1].value
+        for role in ("rollout", "policy", "learner")
+    }
+    assert waiting.pop(slow) < 0.4
+    assert all(0.5 < share < 1.1 for share in waiting.values()), waiting
+
+
 def test_worker_that_stalls_is_no_error(start):
     """Its samples are old when they come, but were chosen with the newest weights of their time."""
     sizes = ["--num-workers", 2, "--num-steps", 1, "--minibatch-size", 2]
