@@ -1,5 +1,7 @@
 """Small deterministic environments, for `--env-id toy_envs:NAME`."""
 
+import time
+
 import gymnasium as gym
 import numpy as np
 
@@ -29,6 +31,14 @@ class Clock(gym.Env):
         done = self.time == self.length
         terminated, truncated = done and self.end == "terminated", done and self.end == "truncated"
         return self._obs(), float(action == 0), terminated, truncated, {}
+
+
+class SlowClock(Clock):
+    """A Clock whose steps take 2 ms each, on any machine."""
+
+    def step(self, action):
+        time.sleep(0.002)
+        return super().step(action)
 
 
 class ImageClock(Clock):
@@ -181,6 +191,7 @@ class ToyAtari(gym.Env):
 
 
 gym.register("Clock-v0", Clock)
+gym.register("SlowClock-v0", SlowClock)
 gym.register("ClockTruncated-v0", Clock, kwargs={"end": "truncated"})
 gym.register("ImageClock-v0", ImageClock)
 gym.register("ContinuousClock-v0", ContinuousClock)
