@@ -15,7 +15,7 @@ Differs from ppo_shared.py in:
 - Run: masks in evaluation, and --reward-scale checked
 
 Details shown: core 1-12, atari 5, atari 7-9, multidiscrete 1, aux 1, 3 and 4; core 13 is off.
-Expected, 500k of 2M steps, the last 100 games: VizdoomBasic-v1 82.5 (seed 1).
+Expected, 500k of 2M steps, the last 100 games: VizdoomBasic-v1 81 to 83 (seeds 1 to 3).
 
     python ppo_multidiscrete.py --env-id VizdoomBasic-v1 --seed 1
     python ppo_multidiscrete.py --resume runs/RUN                      # go on after Ctrl-C
