@@ -70,10 +70,37 @@ def breakout() -> None:
             continue  # of the picture beside appo_async.py
         axes.plot(*line, linewidth=2, label=name(run))
     for run, line in curves("envpool_ppo", "Breakout-v5", window, last_step):
+        if int(run["steps"]) > 4 * last_step:
+            continue  # of the next picture: its games are counted in windows that are too wide
         axes.plot(*line, ":", linewidth=2, label=name(run))
     axes.set_ylim(0, None)
     title = "BreakoutNoFrameskip-v4: the first 5 % of the 10M-step schedule"
     finish(figure, axes, title, last_step, "breakout.png")
+
+
+def breakout_whole() -> None:
+    """envpool_ppo.py further along the schedule, and where the runs of others have ended."""
+    figure, axes = plt.subplots(figsize=(7, 3), dpi=150)
+    for run, (steps, means) in curves("envpool_ppo", "Breakout-v5", 100_000, 10**7):
+        if int(run["steps"]) > 10**6:
+            label = f"envpool_ppo.py, bf16, seed {run['seed']}"
+            axes.plot(np.array(steps[:-1]) / 1e6, means[:-1], label=label)  # the last is not whole
+    ends = [
+        row
+        for row in read_csv(RESULTS / "published.csv")
+        if row["script"] in ("ppo_atari", "envpool_ppo") and row["env_id"].startswith("Breakout")
+    ]
+    for number, row in enumerate(ends):
+        label = " ".join([row["source"], *re.findall(r"ppo_\w+\.py", row["note"])])
+        place = {"x": 10.1 + 0.15 * number, "color": f"C{number + 1}", "fmt": "o", "ms": 3}
+        mean, std = float(row["mean"]), float(row["std"])
+        axes.errorbar(y=mean, yerr=std, label=label, **place)
+    axes.set(xlabel="agent steps, in millions", ylabel="score of training games", xlim=0, ylim=0)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="y", color="0.92")
+    axes.legend(frameon=False, fontsize=7)
+    figure.tight_layout()
+    figure.savefig(RESULTS / "breakout_whole.png")
 
 
 def asynchronous() -> None:
@@ -218,6 +245,7 @@ def speed() -> None:
 
 if __name__ == "__main__":
     breakout()
+    breakout_whole()
     asynchronous()
     speed()
     scaling()
