@@ -11,9 +11,9 @@ split had filled by then. Each policy worker writes the seed of its noise to `no
 the environment, all weights of a version are one number instead, policy workers read them slowly,
 and none may see two numbers. With RUNG=1 nobody looks again without having been rung for: a bell
 that is missing ends the run instead of making it slow; and the learner pauses once, so that all
-slots fill. SLOW=rollout or SLOW=learner says who takes his time. Processes write what they pickle,
-and what they write, to `sent`. The network is small: races, not numbers, are wanted. A file `fuse`
-makes the policy workers fail.
+slots fill. SLOW=rollout makes every step slow, SLOW=learner every update. Processes write what they
+pickle, and what they write, to `sent`. The network is small: races, not numbers, are wanted. A file
+`fuse` makes the policy workers fail.
 """
 
 import functools

@@ -310,9 +310,8 @@ class Ledger:
         """Nothing that was finished is missing, or learned from twice, or out of order."""
         learned, stepped = self.learned(), self.stepped()
         assert learned.keys() <= stepped.keys()
-        assert len(set(self.seeds().values())) == len(
-            stepped
-        )  # a successor's environments are new ones
+        # a successor's environments are new ones
+        assert len(set(self.seeds().values())) == len(stepped)
         for number, (pid, steps) in stepped.items():
             times = learned.get(number, [])
             assert times == list(range(0, num_steps * len(times), num_steps))
@@ -571,7 +570,8 @@ def test_shapes_and_messages(shape, start, tmp_path, monkeypatch):
 def test_who_is_the_bottleneck_is_shown(slow, start, tmp_path, monkeypatch):
     """One kind of process takes its time, on an idle processor, and the others wait for it."""
     monkeypatch.setenv("SLOW", slow)
-    start(*LEDGER, *SMALL, "--num-workers", 2, "--stop-at", 960, script=DRIVER).ends()
+    run = start(*LEDGER, *SMALL, "--num-workers", 2, "--stop-at", 960, script=DRIVER)
+    assert run.ends() == 0, run.err
     log = EventAccumulator(str(tmp_path / "run")).Reload()
     waiting = {
         role: log.Scalars(f"charts/waiting_{role}")[-1].value
