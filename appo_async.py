@@ -8,19 +8,17 @@
 # ///
 """Asynchronous Proximal Policy Optimization (APPO), the architecture of Sample Factory.
 
-Petrenko et al. 2020, arXiv 2006.11751. Three kinds of processes, and none waits but for data:
+Petrenko et al. 2020, arXiv 2006.11751. Three kinds of processes, and none of them waits for
+anything but data:
 
     rollout workers  step environments; they hold no network
     policy workers   choose the actions of all rollout workers, in batches, with the newest weights
     learner          learns from whole trajectories; this is the process that you start
 
-Observations, actions and weights stay where they are, in shared memory. What passes between
-processes is a byte that says "look again".
-
 Differs from ppo_atari.py in:
 - Arguments: the sampler's sizes, V-trace, --rnn, ViZDoom's --reward-scale; shorter rollouts
-- Environment: ViZDoom too; the workers are this file's own, so no --vector-mode, and no
-  --bootstrap-truncated
+- Environment: ViZDoom too; no --bootstrap-truncated; the workers are this file's own, so no
+  --vector-mode either
 - Agent: --rnn gru puts a recurrent core behind the Nature-CNN
 - Advantages: V-trace, since the policy that acted is older than the one that learns
 - Training: the three kinds of processes
@@ -90,7 +88,7 @@ class Args:
     env_id: str = "BreakoutNoFrameskip-v4"  # environment; module:Name-v0 imports your own
     total_timesteps: int = 10_000_000  # agent steps, summed over the environments
     learning_rate: float = 2.5e-4  # Adam's step size at the start
-    num_workers: int = CORES  # processes that step environments
+    num_workers: int = min(CORES, 8)  # processes that step environments; each adds to the lag
     envs_per_worker: int = 8  # environments in each of them
     num_splits: int = 2  # parts of a worker's environments: one steps while others wait; 1: off
     num_policy_workers: int = 1  # processes that choose the actions
@@ -103,18 +101,18 @@ class Args:
     update_epochs: int = 1  # passes over the batch in one update
     rho_bar: float = 1.0  # V-trace: bound of the ratio that weighs a temporal difference
     c_bar: float = 1.0  # V-trace: bound of the ratio that carries one back in time
-    max_policy_lag: int = 1000  # samples older than so many updates are left out; all: an error
+    max_policy_lag: int = 1000  # updates after which a sample is left out; all of them: an error
     norm_adv: bool = True  # normalize advantages, minibatch by minibatch
     clip_coef: float = 0.1  # how far the ratio (and the value) may move
     anneal_clip_coef: bool = False  # clip-coef falls linearly to 0 as well
     clip_vloss: bool = True  # clip the value loss
     ent_coef: float = 0.01  # weight of the entropy bonus
     vf_coef: float = 0.5  # weight of the value loss
-    max_grad_norm: float = 0.5  # the gradient is cut to this length
+    max_grad_norm: float = 0.5  # a longer gradient is scaled down to this length
     target_kl: float | None = None  # stop the epochs of an update above this KL (0.01 is usual)
     rnn: Literal["none", "gru"] = "none"  # gru: a memory behind the convolutions
     reward_scale: float = 1.0  # ViZDoom's rewards are multiplied by this
-    precision: Literal["fp32", "bf16"] = "fp32"  # bf16: the network computes in bfloat16
+    precision: Literal["fp32", "bf16"] = "fp32"  # bf16: the convolutional network in bfloat16
     serial: bool = False  # everything in one process: slow, repeatable, easy to debug
 
     seed: int = 1  # seed of the network, the sampling and the environments
@@ -155,7 +153,8 @@ class Args:
 gym.register_envs(ale_py)
 ale_py.ALEInterface.setLoggerMode(ale_py.LoggerMode.Error)  # no banner from every environment
 # ViZDoom as in the paper: an action lasts four frames, drawn at 160 x 120. Two buttons at once, so
-# that one can turn and walk; and no file _vizdoom.ini wherever the user stands.
+# that one can turn and walk; and no file _vizdoom.ini wherever the user stands (a folder _vizdoom
+# it makes all the same).
 for env_id, spec in gym.registry.items():
     if env_id.startswith("Vizdoom"):
         spec.kwargs.update(frame_skip=4, max_buttons_pressed=2, screen_resolution="RES_160X120")
@@ -330,12 +329,12 @@ def finished_episodes(infos: dict):
 
 
 def wrong_space(env: gym.Env) -> str | None:
-    """Say what in this environment does not fit this file, and which file fits. None: all fits."""
+    """Say what in this environment does not fit this file, and which does. None if all fits."""
     obs_space, action_space = env.observation_space, env.action_space
     doom = env.spec is not None and env.spec.id.startswith("Vizdoom")
     image = obs_space.dtype == np.uint8 and len(obs_space.shape) == 3 and obs_space.shape[2] == 3
     if not doom and not image:
-        return "observations are not RGB images: use ppo.py or ppo_continuous.py"
+        return f"observations must be RGB images, not {obs_space}: flat ones fit ppo.py"
     if isinstance(action_space, gym.spaces.MultiDiscrete | gym.spaces.MultiBinary):
         return "actions have several parts: use ppo_multidiscrete.py"
     if not isinstance(action_space, gym.spaces.Discrete) or action_space.start != 0:
@@ -384,7 +383,7 @@ class Agent(nn.Module):
             nn.Flatten(),
             layer_init(nn.Linear(64 * height * width, 512)),
             nn.ReLU(),
-        ).to(memory_format=torch.channels_last)  # 1.4 times as fast on a CPU, the same numbers
+        ).to(memory_format=torch.channels_last)  # 1.4 times as fast on a CPU
         self.gru = nn.GRU(512, 512) if args.rnn == "gru" else None
         # [lstm 1] Orthogonal weights and zero biases, of a GRU as of an LSTM
         for name, parameter in self.gru.named_parameters() if self.gru else ():
@@ -396,7 +395,7 @@ class Agent(nn.Module):
 
     def get_features(self, x):
         x = x.contiguous(memory_format=torch.channels_last)
-        # [beyond 2] bfloat16 for the convolutions; weights, heads and losses stay float32. Bytes
+        # [beyond 2] bfloat16 for all layers here; weights, heads and losses stay float32. Bytes
         # fit in it exactly, and to divide them there takes half as long, to the same bits.
         x = x.bfloat16() if self.bf16 else x
         # [atari 9] Pixels scaled to [0, 1]; until here they are bytes, a quarter of the memory
@@ -409,7 +408,7 @@ class Agent(nn.Module):
 
         x is (num_steps * num_envs, ...), done (num_steps * num_envs,), hidden (num_envs, 512) from
         before the first of them. Returns what the heads see, (num_steps * num_envs, 512), and the
-        state behind the last. Without a core, hidden is (num_envs, 0) and comes back as it was.
+        state after the last. Without a core, hidden is (num_envs, 0) and comes back as it was.
         """
         features = self.get_features(x)
         if self.gru is None:
@@ -433,7 +432,7 @@ class Agent(nn.Module):
         return self.critic.weight.new_zeros(num_envs, 512 if self.gru else 0)
 
     def get_action_and_value(self, x, hidden, done, action=None):
-        """Sample actions, or judge given ones; see get_hidden. Also returns the state behind."""
+        """Sample actions, or judge given ones; see get_hidden. Also returns the new state."""
         output, hidden = self.get_hidden(x, hidden, done)
         log_pi = self.actor(output).log_softmax(-1)  # (batch, actions)
         pi = log_pi.exp()
@@ -463,8 +462,8 @@ def compute_vtrace(
     # [core 5] Generalized Advantage Estimation is what this comes to if all ratios are 1
     # [appo 5] V-trace: a step that the policy would take less often now counts less (rho), and so
     # does, from there on, all that followed it (c). A ratio above 1 is cut, which bounds variance.
-    # With lambda 1 the advantage v_t - V(s_t) is the factor of IMPALA's gradient, rho_t * (r_t +
-    # gamma * v_{t+1} - V(s_t)). PPO's loss multiplies it by the ratio once more, as in Sample
+    # With lambda 1 and equal bounds, v_t - V(s_t) is the factor of IMPALA's gradient, rho_t * (r_t
+    # + gamma * v_{t+1} - V(s_t)). PPO's loss multiplies it by the ratio once more, as in Sample
     # Factory: a step that has become half as likely counts a quarter.
     nextvalues = torch.cat((values[1:], next_value.unsqueeze(0)))
     nextnonterminal = 1.0 - torch.cat((dones[1:], next_done.unsqueeze(0)))
@@ -658,10 +657,10 @@ def run_part(args: Args, shared: Shared, member: int, role: str, index: int, par
 
 
 def end_orphan(parent: int) -> None:
-    """End this process, if it has not ended by itself 5 seconds after its parent has."""
+    """End this process and its programs, if it is still there seconds after its parent's end."""
     while os.getppid() == parent:
         time.sleep(1.0)
-    time.sleep(5.0)
+    time.sleep(3.0)  # before the alarm of run_part, which would spare the programs
     end_group(os.getpgrp())
 
 
@@ -673,11 +672,11 @@ def end_group(group: int) -> None:
             words = path.read_bytes().split(b"\0")
             if b"+viz_instance_id" in words and os.getpgid(int(path.parent.name)) == group:
                 engines.append(words[words.index(b"+viz_instance_id") + 1].decode())
-    with suppress(ProcessLookupError):
-        os.killpg(group, signal.SIGKILL)
     for path in Path("/dev/shm").glob("ViZDoom*"):
         if path.name.endswith(tuple(engines)):
             path.unlink(missing_ok=True)
+    with suppress(ProcessLookupError):
+        os.killpg(group, signal.SIGKILL)  # perhaps this process's own group
 
 
 class Team:
@@ -981,19 +980,20 @@ def check(args: Args) -> None:
     limits = {
         "total_timesteps num_steps num_minibatches update_epochs stop_at": (1, math.inf),
         "num_workers envs_per_worker num_splits num_policy_workers minibatch_size": (1, 10**9),
-        "clip_coef max_grad_norm target_kl checkpoint_every reward_scale": (0, math.inf),
-        "ent_coef vf_coef seed eval_episodes rho_bar c_bar max_policy_lag": (0, 10**9),
+        "clip_coef max_grad_norm target_kl checkpoint_every": (0, math.inf),
+        "ent_coef vf_coef seed eval_episodes rho_bar c_bar max_policy_lag reward_scale": (0, 10**9),
         "learning_rate gamma gae_lambda": (0, 1),
     }
     for names, (low, high) in limits.items():
         for name in names.split():
             if (value := getattr(args, name)) is not None and not low <= value <= high:
                 fail(name, f"{value} is not between {low} and {high}")
+    for name in ("run_dir", "resume", "evaluate"):
+        if getattr(args, name) == "":
+            fail(name, "is empty")
     unit = args.minibatch_size if args.rnn == "gru" else args.batch_size
     if unit % args.num_steps:
-        fail(
-            "minibatch_size", f"{unit} samples are no whole trajectories of {args.num_steps} steps"
-        )
+        fail("minibatch_size", f"{unit} samples are not a multiple of --num-steps {args.num_steps}")
     if args.minibatch_size == 1 and args.norm_adv:
         fail("minibatch_size", "one sample cannot be normalized: use more, or --no-norm-adv")
     batch_size = args.batch_size
@@ -1014,7 +1014,7 @@ def check(args: Args) -> None:
     folder = Path(args.run_dir or "runs").absolute()
     if not (args.resume or args.evaluate) and os.path.exists(folder / "checkpoint.pt"):
         fail("run_dir", f"{folder} holds a run: --resume it, or choose another directory")
-    folder = next(path for path in (folder, *folder.parents) if os.path.exists(path))
+    folder = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
     writes = not args.evaluate or args.capture_video
     if writes and not (os.path.isdir(folder) and os.access(folder, os.W_OK)):
         fail("run_dir", f"cannot write in {folder}")
@@ -1029,6 +1029,7 @@ def try_out(args: Args) -> None:
         env = gym.make(args.env_id)
         if problem := wrong_space(env):
             fail(flag, f"{args.env_id}: {problem}")
+        env.reset(seed=args.seed)
         env.close()
         if Path("/dev/shm").exists() and not (args.serial or args.evaluate):
             megabytes, free = shared_megabytes(args), shutil.disk_usage("/dev/shm").free / 1e6
@@ -1043,7 +1044,8 @@ def try_out(args: Args) -> None:
             os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # drawing needs no screen
             env = gym.make(args.env_id, render_mode="rgb_array")
             env.reset(seed=args.seed)
-            np.asarray(env.render(), np.uint8)
+            if not isinstance(frame := env.render(), np.ndarray):
+                fail(flag, f"{args.env_id} renders no image, but {frame!r}")
             env.close()
         if args.track:
             flag = "track"
@@ -1055,8 +1057,7 @@ def try_out(args: Args) -> None:
             flag = "compile"
             torch.compile(torch.sin)(torch.ones(1))
     except (gym.error.NameNotFound, gym.error.NamespaceNotFound) as error:
-        hint = "Atari: ppo_atari.py, ViZDoom: ppo_multidiscrete.py, your own: module:Name-v0"
-        fail(flag, f"{error} ({hint})")
+        fail(flag, f"{error} (your own: module:Name-v0)")
     except Exception as error:
         missing = getattr(error, "name", None) if isinstance(error, ImportError) else None
         fail(flag, f"{error}: pip install {missing}" if missing else str(error) or repr(error))
@@ -1082,7 +1083,8 @@ def load(flag: str, run_dir: str) -> dict:
         run = torch.load(path, map_location="cpu", weights_only=True)
         if (script := run["script"]) == SCRIPT:
             run["args"] = Args(**run["args"])
-            assert run.keys() >= {"global_step", "agent", "optimizer", "rng"}
+            known = "global_step seconds episodes returns wandb_id agent optimizer rng"
+            assert run.keys() >= set(known.split())
     except Exception as error:  # a damaged file can fail in any way
         # a TypeError names the argument that Args does not have, in a file that has been changed
         problem = error if isinstance(error, TypeError) else type(error).__name__
@@ -1093,7 +1095,7 @@ def load(flag: str, run_dir: str) -> dict:
 
 
 def save(args: Args, run: dict, **state) -> dict:
-    """Write checkpoint.pt beside the old one, then rename: a kill leaves one of the two, whole."""
+    """Write checkpoint.pt beside the old, then rename: a kill leaves a whole one. Returns it."""
     run = run | state | {"script": SCRIPT, "args": asdict(args)}
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     run["rng"] = [torch.get_rng_state(), *cuda]
@@ -1132,6 +1134,7 @@ def pick_device(args: Args) -> torch.device:
 
 def open_run(args: Args) -> tuple[dict, SummaryWriter]:
     """Open the run directory, a new one or the one to resume; say what is going to run."""
+    # what a run carries on; a resumed run's has all of its checkpoint
     run = {"global_step": 0, "seconds": 0.0, "episodes": 0, "returns": [], "wandb_id": None}
     if args.resume:
         run = load("resume", args.resume)
@@ -1168,7 +1171,7 @@ def open_run(args: Args) -> tuple[dict, SummaryWriter]:
 
 def log(args: Args, run: dict, writer: SummaryWriter, metrics: dict, last: bool) -> None:
     """Write an iteration's metrics to TensorBoard, and keep the progress line up to date."""
-    run["returns"] = run["returns"][-100:]
+    run["returns"] = run["returns"][-100:]  # all that return_last100 needs
     step, sps, live = run["global_step"], run["global_step"] / run["seconds"], sys.stdout.isatty()
     for name, value in {**metrics, "charts/SPS": sps}.items():
         writer.add_scalar(name, value, step)
@@ -1233,9 +1236,8 @@ def close_run(args: Args, run: dict, writer: SummaryWriter, finished: bool) -> d
         import wandb
 
         wandb.finish()
-    run_dir, stop_at = shlex.quote(args.run_dir), args.stop_at or 0
-    flags = f" --stop-at {stop_at}" if stop_at > run["global_step"] else ""
-    flags = f" --total-timesteps {2 * args.total_timesteps}" if finished else flags
+    run_dir = shlex.quote(args.run_dir)
+    flags = f" --total-timesteps {2 * args.total_timesteps}" if finished else ""
     script, label = shlex.quote(sys.argv[0]), "longer:" if finished else "go on: "
     print(f"watch:  python {script} --evaluate {run_dir} --capture-video")
     print(f"{label} python {script} --resume {run_dir}{flags}")
@@ -1249,31 +1251,32 @@ def parse(argv: list[str] | None = None) -> Args:
     flag = "resume" if args.resume else "evaluate"
     if run_dir := getattr(args, flag):
         run = load(flag, run_dir)
-        saved = replace(run["args"], resume=None, evaluate=None, stop_at=None, run_dir=run_dir)
+        saved = replace(run["args"], resume=None, evaluate=None, run_dir=run_dir)
+        if saved.stop_at and saved.stop_at <= run["global_step"]:
+            saved.stop_at = None  # it has stopped there
         if args.evaluate:  # the run may have been trained without an evaluation
             saved.eval_episodes = saved.eval_episodes or Args.eval_episodes
             saved.capture_video = saved.track = saved.compile = False
         args = tyro.cli(Args, args=argv, default=saved)
         if (args.env_id, args.run_dir) != (saved.env_id, run_dir):
             fail(flag, f"{run_dir} keeps its --env-id {saved.env_id} and its directory")
-        if args.rnn != saved.rnn:
-            fail(flag, f"{run_dir} is a run with --rnn {saved.rnn}")
-        batch_size = args.batch_size
-        if args.resume and run["global_step"] // batch_size >= args.total_timesteps // batch_size:
-            fail(flag, f"{run_dir} is finished: go further with --total-timesteps")
-        if args.resume and run["global_step"] % batch_size:
-            fail(
-                flag, f"step {run['global_step']} is no multiple of a batch of {batch_size} samples"
-            )
-        if args.resume and args.stop_at and args.stop_at <= run["global_step"]:
-            fail("stop_at", f"{run_dir} is at step {run['global_step']} already")
+        if (args.rnn, args.reward_scale) != (saved.rnn, saved.reward_scale):
+            fail(flag, f"{run_dir} has --rnn {saved.rnn}, --reward-scale {saved.reward_scale}")
     check(args)
+    if args.resume:
+        step, batch_size = run["global_step"], args.batch_size
+        if step // batch_size >= args.total_timesteps // batch_size:
+            fail(flag, f"{run_dir} is finished: go further with --total-timesteps")
+        if step % batch_size:
+            fail(flag, f"step {step} is no multiple of a batch of {batch_size} samples")
+        if args.stop_at and args.stop_at <= step:
+            fail("stop_at", f"{run_dir} is at step {step} already")
     if run_dir:  # try its weights before anything is written there
         with warnings.catch_warnings(action="ignore"), torch.random.fork_rng(devices=[]):
-            envs = make_envs(replace(args, capture_video=False), 1, args.seed, frozen=run)[0]
             try:
+                envs = make_envs(replace(args, capture_video=False), 1, args.seed, frozen=run)[0]
                 Agent(envs, args).load_state_dict(run["agent"])
-            except RuntimeError as error:
+            except (RuntimeError, ValueError) as error:
                 problem = str(error).splitlines()[-1]
                 fail(flag, f"{run_dir} does not fit the network of {SCRIPT}.py: {problem}")
             envs.close()

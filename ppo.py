@@ -67,9 +67,9 @@ class Args:
     clip_vloss: bool = True  # clip the value loss
     ent_coef: float = 0.01  # weight of the entropy bonus
     vf_coef: float = 0.5  # weight of the value loss
-    max_grad_norm: float = 0.5  # the gradient is cut to this length
+    max_grad_norm: float = 0.5  # a longer gradient is scaled down to this length
     target_kl: float | None = None  # stop the epochs of an update above this KL (0.01 is usual)
-    bootstrap_truncated: bool = False  # a time limit is not an end: add the value behind it
+    bootstrap_truncated: bool = False  # a time limit is no end: add the value of what it cut off
 
     seed: int = 1  # seed of the network, the sampling and the environments
     torch_deterministic: bool = True  # bit-for-bit repeatable on CUDA too
@@ -125,16 +125,16 @@ def finished_episodes(infos: dict):
 
 
 def wrong_space(env: gym.Env) -> str | None:
-    """Say what in this environment does not fit this file, and which file fits. None: all fits."""
+    """Say what in this environment does not fit this file, and which does. None if all fits."""
     obs_space, action_space = env.observation_space, env.action_space
-    if isinstance(obs_space, gym.spaces.Box) and len(obs_space.shape) == 3:
-        return "observations are images: use ppo_atari.py"
+    if obs_space.dtype == np.uint8 and len(obs_space.shape) == 3 and obs_space.shape[2] == 3:
+        return "observations are images: Atari games fit ppo_atari.py, others ppo_multidiscrete.py"
     if not isinstance(obs_space, gym.spaces.Box) or len(obs_space.shape) != 1:
         return f"observations must be a flat Box, not {obs_space}: wrap it in FlattenObservation"
     if isinstance(action_space, gym.spaces.Box):
         return "actions are continuous: use ppo_continuous.py"
     if isinstance(action_space, gym.spaces.MultiDiscrete | gym.spaces.MultiBinary):
-        return "actions have several parts: use ppo_multidiscrete.py"
+        return "actions have several parts: ppo_multidiscrete.py takes such, but only from images"
     if not isinstance(action_space, gym.spaces.Discrete) or action_space.start != 0:
         return f"actions must be Discrete and start at 0, not {action_space}"
     return None
@@ -397,6 +397,9 @@ def check(args: Args) -> None:
         for name in names.split():
             if (value := getattr(args, name)) is not None and not low <= value <= high:
                 fail(name, f"{value} is not between {low} and {high}")
+    for name in ("run_dir", "resume", "evaluate"):
+        if getattr(args, name) == "":
+            fail(name, "is empty")
     batch_size = args.num_envs * args.num_steps
     if batch_size % args.num_minibatches:
         fail("num_minibatches", f"{args.num_minibatches} does not divide the batch of {batch_size}")
@@ -413,7 +416,7 @@ def check(args: Args) -> None:
     folder = Path(args.run_dir or "runs").absolute()
     if not (args.resume or args.evaluate) and os.path.exists(folder / "checkpoint.pt"):
         fail("run_dir", f"{folder} holds a run: --resume it, or choose another directory")
-    folder = next(path for path in (folder, *folder.parents) if os.path.exists(path))
+    folder = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
     writes = not args.evaluate or args.capture_video
     if writes and not (os.path.isdir(folder) and os.access(folder, os.W_OK)):
         fail("run_dir", f"cannot write in {folder}")
@@ -428,6 +431,7 @@ def try_out(args: Args) -> None:
         env = gym.make(args.env_id)
         if problem := wrong_space(env):
             fail(flag, f"{args.env_id}: {problem}")
+        env.reset(seed=args.seed)
         env.close()
         if args.capture_video:
             flag = "capture_video"
@@ -436,7 +440,8 @@ def try_out(args: Args) -> None:
             os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # drawing needs no screen
             env = gym.make(args.env_id, render_mode="rgb_array")
             env.reset(seed=args.seed)
-            np.asarray(env.render(), np.uint8)
+            if not isinstance(frame := env.render(), np.ndarray):
+                fail(flag, f"{args.env_id} renders no image, but {frame!r}")
             env.close()
         if args.track:
             flag = "track"
@@ -466,7 +471,8 @@ def load(flag: str, run_dir: str) -> dict:
         run = torch.load(path, map_location="cpu", weights_only=True)
         if (script := run["script"]) == SCRIPT:
             run["args"] = Args(**run["args"])
-            assert run.keys() >= {"global_step", "agent", "optimizer", "rng"}
+            known = "global_step seconds episodes returns wandb_id agent optimizer rng"
+            assert run.keys() >= set(known.split())
     except Exception as error:  # a damaged file can fail in any way
         # a TypeError names the argument that Args does not have, in a file that has been changed
         problem = error if isinstance(error, TypeError) else type(error).__name__
@@ -477,7 +483,7 @@ def load(flag: str, run_dir: str) -> dict:
 
 
 def save(args: Args, run: dict, **state) -> dict:
-    """Write checkpoint.pt beside the old one, then rename: a kill leaves one of the two, whole."""
+    """Write checkpoint.pt beside the old, then rename: a kill leaves a whole one. Returns it."""
     run = run | state | {"script": SCRIPT, "args": asdict(args)}
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     run["rng"] = [torch.get_rng_state(), *cuda]
@@ -516,6 +522,7 @@ def pick_device(args: Args) -> torch.device:
 
 def open_run(args: Args) -> tuple[dict, SummaryWriter]:
     """Open the run directory, a new one or the one to resume; say what is going to run."""
+    # what a run carries on; a resumed run's has all of its checkpoint
     run = {"global_step": 0, "seconds": 0.0, "episodes": 0, "returns": [], "wandb_id": None}
     if args.resume:
         run = load("resume", args.resume)
@@ -552,7 +559,7 @@ def open_run(args: Args) -> tuple[dict, SummaryWriter]:
 
 def log(args: Args, run: dict, writer: SummaryWriter, metrics: dict, last: bool) -> None:
     """Write an iteration's metrics to TensorBoard, and keep the progress line up to date."""
-    run["returns"] = run["returns"][-100:]
+    run["returns"] = run["returns"][-100:]  # all that return_last100 needs
     step, sps, live = run["global_step"], run["global_step"] / run["seconds"], sys.stdout.isatty()
     for name, value in {**metrics, "charts/SPS": sps}.items():
         writer.add_scalar(name, value, step)
@@ -609,9 +616,8 @@ def close_run(args: Args, run: dict, writer: SummaryWriter, finished: bool) -> d
         import wandb
 
         wandb.finish()
-    run_dir, stop_at = shlex.quote(args.run_dir), args.stop_at or 0
-    flags = f" --stop-at {stop_at}" if stop_at > run["global_step"] else ""
-    flags = f" --total-timesteps {2 * args.total_timesteps}" if finished else flags
+    run_dir = shlex.quote(args.run_dir)
+    flags = f" --total-timesteps {2 * args.total_timesteps}" if finished else ""
     script, label = shlex.quote(sys.argv[0]), "longer:" if finished else "go on: "
     print(f"watch:  python {script} --evaluate {run_dir} --capture-video")
     print(f"{label} python {script} --resume {run_dir}{flags}")
@@ -625,29 +631,30 @@ def parse(argv: list[str] | None = None) -> Args:
     flag = "resume" if args.resume else "evaluate"
     if run_dir := getattr(args, flag):
         run = load(flag, run_dir)
-        saved = replace(run["args"], resume=None, evaluate=None, stop_at=None, run_dir=run_dir)
+        saved = replace(run["args"], resume=None, evaluate=None, run_dir=run_dir)
+        if saved.stop_at and saved.stop_at <= run["global_step"]:
+            saved.stop_at = None  # it has stopped there
         if args.evaluate:  # the run may have been trained without an evaluation
             saved.eval_episodes = saved.eval_episodes or Args.eval_episodes
             saved.capture_video = saved.track = saved.compile = False
         args = tyro.cli(Args, args=argv, default=saved)
         if (args.env_id, args.run_dir) != (saved.env_id, run_dir):
             fail(flag, f"{run_dir} keeps its --env-id {saved.env_id} and its directory")
-        batch_size = args.num_envs * args.num_steps
-        if args.resume and run["global_step"] // batch_size >= args.total_timesteps // batch_size:
-            fail(flag, f"{run_dir} is finished: go further with --total-timesteps")
-        if args.resume and run["global_step"] % batch_size:
-            fail(
-                flag, f"step {run['global_step']} is no multiple of a batch of {batch_size} samples"
-            )
-        if args.resume and args.stop_at and args.stop_at <= run["global_step"]:
-            fail("stop_at", f"{run_dir} is at step {run['global_step']} already")
     check(args)
+    if args.resume:
+        step, batch_size = run["global_step"], args.num_envs * args.num_steps
+        if step // batch_size >= args.total_timesteps // batch_size:
+            fail(flag, f"{run_dir} is finished: go further with --total-timesteps")
+        if step % batch_size:
+            fail(flag, f"step {step} is no multiple of a batch of {batch_size} samples")
+        if args.stop_at and args.stop_at <= step:
+            fail("stop_at", f"{run_dir} is at step {step} already")
     if run_dir:  # try its weights before anything is written there
         with warnings.catch_warnings(action="ignore"), torch.random.fork_rng(devices=[]):
-            envs = make_envs(replace(args, capture_video=False), 1, args.seed, frozen=run)[0]
             try:
+                envs = make_envs(replace(args, capture_video=False), 1, args.seed, frozen=run)[0]
                 Agent(envs, args).load_state_dict(run["agent"])
-            except RuntimeError as error:
+            except (RuntimeError, ValueError) as error:
                 problem = str(error).splitlines()[-1]
                 fail(flag, f"{run_dir} does not fit the network of {SCRIPT}.py: {problem}")
             envs.close()

@@ -62,7 +62,7 @@ except ModuleNotFoundError as error:
 # === Arguments
 # torchrun says which of how many processes this is, on all machines, and which one on this machine
 RANK, WORLD_SIZE, LOCAL_RANK = (
-    int(os.environ.get(name, default))
+    int(os.environ.get(name, default) if "RANK" in os.environ else default)
     for name, default in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0))
 )
 
@@ -85,10 +85,10 @@ class Args:
     clip_vloss: bool = True  # clip the value loss
     ent_coef: float = 0.01  # weight of the entropy bonus
     vf_coef: float = 0.5  # weight of the value loss
-    max_grad_norm: float = 0.5  # the gradient is cut to this length
+    max_grad_norm: float = 0.5  # a longer gradient is scaled down to this length
     target_kl: float | None = None  # stop the epochs of an update above this KL (0.01 is usual)
-    bootstrap_truncated: bool = False  # a time limit is not an end: add the value behind it
-    precision: Literal["fp32", "bf16"] = "fp32"  # bf16: the network computes in bfloat16
+    bootstrap_truncated: bool = False  # a time limit is no end: add the value of what it cut off
+    precision: Literal["fp32", "bf16"] = "fp32"  # bf16: the convolutional network in bfloat16
     vector_mode: Literal["sync", "async"] = "sync"  # async: each environment in its own process
 
     seed: int = 1  # seed of the network, the sampling and the environments
@@ -267,16 +267,16 @@ def finished_episodes(infos: dict):
 
 
 def wrong_space(env: gym.Env) -> str | None:
-    """Say what in this environment does not fit this file, and which file fits. None: all fits."""
+    """Say what in this environment does not fit this file, and which does. None if all fits."""
     obs_space, action_space = env.observation_space, env.action_space
     if obs_space.dtype != np.uint8 or len(obs_space.shape) != 3 or obs_space.shape[2] != 3:
-        return "observations are not RGB images: use ppo.py or ppo_continuous.py"
+        return f"observations must be RGB images, not {obs_space}: flat ones fit ppo.py"
     if isinstance(action_space, gym.spaces.MultiDiscrete | gym.spaces.MultiBinary):
         return "actions have several parts: use ppo_multidiscrete.py"
     if not isinstance(action_space, gym.spaces.Discrete) or action_space.start != 0:
         return f"actions must be Discrete and start at 0, not {action_space}"
     if not hasattr(env.unwrapped, "ale") or not hasattr(env.unwrapped, "get_action_meanings"):
-        return "no Atari game: no ale.lives(), get_action_meanings(); try ppo_multidiscrete.py"
+        return "no Atari game (no ale.lives()): MultiDiscrete([n]) actions fit ppo_multidiscrete.py"
     if getattr(env.unwrapped, "_frameskip", 1) != 1:
         return "frames are skipped already: use a NoFrameskip-v4 id"
     return None
@@ -314,7 +314,7 @@ class Agent(nn.Module):
             nn.Flatten(),
             layer_init(nn.Linear(64 * 7 * 7, 512)),
             nn.ReLU(),
-        ).to(memory_format=torch.channels_last)  # 1.4 times as fast on a CPU, the same numbers
+        ).to(memory_format=torch.channels_last)  # 1.4 times as fast on a CPU
         self.critic = layer_init(nn.Linear(512, 1), std=1.0)
         # std=0.01: all actions are about equally likely at the start
         self.actor = layer_init(nn.Linear(512, envs.single_action_space.n), std=0.01)
@@ -322,7 +322,7 @@ class Agent(nn.Module):
 
     def get_features(self, x):
         x = x.contiguous(memory_format=torch.channels_last)
-        # [beyond 2] bfloat16 for the convolutions; weights, heads and losses stay float32. Bytes
+        # [beyond 2] bfloat16 for all layers here; weights, heads and losses stay float32. Bytes
         # fit in it exactly, and to divide them there takes half as long, to the same bits.
         x = x.bfloat16() if self.bf16 else x
         # [atari 9] Pixels scaled to [0, 1]; until here they are bytes, a quarter of the memory
@@ -616,6 +616,9 @@ def check(args: Args) -> None:
         for name in names.split():
             if (value := getattr(args, name)) is not None and not low <= value <= high:
                 fail(name, f"{value} is not between {low} and {high}")
+    for name in ("run_dir", "resume", "evaluate"):
+        if getattr(args, name) == "":
+            fail(name, "is empty")
     batch_size = args.num_envs * args.num_steps
     if batch_size % args.num_minibatches:
         fail("num_minibatches", f"{args.num_minibatches} does not divide the batch of {batch_size}")
@@ -637,7 +640,7 @@ def check(args: Args) -> None:
     folder = Path(args.run_dir or "runs").absolute()
     if not (args.resume or args.evaluate) and os.path.exists(folder / "checkpoint.pt"):
         fail("run_dir", f"{folder} holds a run: --resume it, or choose another directory")
-    folder = next(path for path in (folder, *folder.parents) if os.path.exists(path))
+    folder = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
     writes = not args.evaluate or args.capture_video
     if writes and not (os.path.isdir(folder) and os.access(folder, os.W_OK)):
         fail("run_dir", f"cannot write in {folder}")
@@ -652,6 +655,7 @@ def try_out(args: Args) -> None:
         env = gym.make(args.env_id)
         if problem := wrong_space(env):
             fail(flag, f"{args.env_id}: {problem}")
+        env.reset(seed=args.seed)
         env.close()
         if args.capture_video:
             flag = "capture_video"
@@ -660,7 +664,8 @@ def try_out(args: Args) -> None:
             os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # drawing needs no screen
             env = gym.make(args.env_id, render_mode="rgb_array")
             env.reset(seed=args.seed)
-            np.asarray(env.render(), np.uint8)
+            if not isinstance(frame := env.render(), np.ndarray):
+                fail(flag, f"{args.env_id} renders no image, but {frame!r}")
             env.close()
         if args.track:
             flag = "track"
@@ -690,7 +695,8 @@ def load(flag: str, run_dir: str) -> dict:
         run = torch.load(path, map_location="cpu", weights_only=True)
         if (script := run["script"]) == SCRIPT:
             run["args"] = Args(**run["args"])
-            assert run.keys() >= {"global_step", "agent", "optimizer", "rng"}
+            known = "global_step seconds episodes returns wandb_id agent optimizer rng"
+            assert run.keys() >= set(known.split())
     except Exception as error:  # a damaged file can fail in any way
         # a TypeError names the argument that Args does not have, in a file that has been changed
         problem = error if isinstance(error, TypeError) else type(error).__name__
@@ -701,7 +707,7 @@ def load(flag: str, run_dir: str) -> dict:
 
 
 def save(args: Args, run: dict, **state) -> dict:
-    """Write checkpoint.pt beside the old one, then rename: a kill leaves one of the two, whole."""
+    """Write checkpoint.pt beside the old, then rename: a kill leaves a whole one. Returns it."""
     run = run | state | {"script": SCRIPT, "args": asdict(args)}
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     run["rng"] = gather([torch.get_rng_state(), *cuda])
@@ -734,7 +740,8 @@ def pick_device(args: Args) -> torch.device:
     """Choose the device, and set PyTorch up for it."""
     device = args.device
     if device == "auto":
-        device = "cuda" if torch.cuda.device_count() else "cpu"  # mps has no all_reduce
+        devices = [d for d in AUTO_DEVICES if d != "mps"]  # which has no all_reduce
+        device = next(d for d in devices if torch.get_device_module(d).device_count())
     if device == "cuda" and args.torch_deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
@@ -773,6 +780,7 @@ def check_equal(agent: nn.Module) -> None:
 
 def open_run(args: Args) -> tuple[dict, SummaryWriter | None]:
     """Open the run directory, a new one or the one to resume; say what is going to run."""
+    # what a run carries on; a resumed run's has all of its checkpoint
     run = {"global_step": 0, "seconds": 0.0, "episodes": 0, "returns": [], "wandb_id": None}
     if args.resume:
         run = load("resume", args.resume)
@@ -811,7 +819,7 @@ def open_run(args: Args) -> tuple[dict, SummaryWriter | None]:
 
 def log(args: Args, run: dict, writer: SummaryWriter | None, metrics: dict, last: bool) -> None:
     """Write an iteration's metrics to TensorBoard, and keep the progress line up to date."""
-    run["returns"] = run["returns"][-100:]
+    run["returns"] = run["returns"][-100:]  # all that return_last100 needs
     if not writer:
         return
     step, sps, live = run["global_step"], run["global_step"] / run["seconds"], sys.stdout.isatty()
@@ -873,9 +881,8 @@ def close_run(args: Args, run: dict, writer: SummaryWriter | None, finished: boo
         import wandb
 
         wandb.finish()
-    run_dir, stop_at = shlex.quote(args.run_dir), args.stop_at or 0
-    flags = f" --stop-at {stop_at}" if stop_at > run["global_step"] else ""
-    flags = f" --total-timesteps {2 * args.total_timesteps}" if finished else flags
+    run_dir = shlex.quote(args.run_dir)
+    flags = f" --total-timesteps {2 * args.total_timesteps}" if finished else ""
     script, label = shlex.quote(sys.argv[0]), "longer:" if finished else "go on: "
     print(f"watch:  python {script} --evaluate {run_dir} --capture-video")
     print(f"{label} python {script} --resume {run_dir}{flags}")
@@ -895,29 +902,30 @@ def parse(argv: list[str] | None = None) -> Args:
     flag = "resume" if args.resume else "evaluate"
     if run_dir := getattr(args, flag):
         run = load(flag, run_dir)
-        saved = replace(run["args"], resume=None, evaluate=None, stop_at=None, run_dir=run_dir)
+        saved = replace(run["args"], resume=None, evaluate=None, run_dir=run_dir)
+        if saved.stop_at and saved.stop_at <= run["global_step"]:
+            saved.stop_at = None  # it has stopped there
         if args.evaluate:  # the run may have been trained without an evaluation
             saved.eval_episodes = saved.eval_episodes or Args.eval_episodes
             saved.capture_video = saved.track = saved.compile = False
         args = tyro.cli(Args, args=argv, default=saved)
         if (args.env_id, args.run_dir) != (saved.env_id, run_dir):
             fail(flag, f"{run_dir} keeps its --env-id {saved.env_id} and its directory")
-        batch_size = args.num_envs * args.num_steps
-        if args.resume and run["global_step"] // batch_size >= args.total_timesteps // batch_size:
-            fail(flag, f"{run_dir} is finished: go further with --total-timesteps")
-        if args.resume and run["global_step"] % batch_size:
-            fail(
-                flag, f"step {run['global_step']} is no multiple of a batch of {batch_size} samples"
-            )
-        if args.resume and args.stop_at and args.stop_at <= run["global_step"]:
-            fail("stop_at", f"{run_dir} is at step {run['global_step']} already")
     check(args)
+    if args.resume:
+        step, batch_size = run["global_step"], args.num_envs * args.num_steps
+        if step // batch_size >= args.total_timesteps // batch_size:
+            fail(flag, f"{run_dir} is finished: go further with --total-timesteps")
+        if step % batch_size:
+            fail(flag, f"step {step} is no multiple of a batch of {batch_size} samples")
+        if args.stop_at and args.stop_at <= step:
+            fail("stop_at", f"{run_dir} is at step {step} already")
     if run_dir:  # try its weights before anything is written there
         with warnings.catch_warnings(action="ignore"), torch.random.fork_rng(devices=[]):
-            envs = make_envs(replace(args, capture_video=False), 1, args.seed, frozen=run)[0]
             try:
+                envs = make_envs(replace(args, capture_video=False), 1, args.seed, frozen=run)[0]
                 Agent(envs, args).load_state_dict(run["agent"])
-            except RuntimeError as error:
+            except (RuntimeError, ValueError) as error:
                 problem = str(error).splitlines()[-1]
                 fail(flag, f"{run_dir} does not fit the network of {SCRIPT}.py: {problem}")
             envs.close()

@@ -13,7 +13,7 @@ Differs from ppo_atari.py in:
 - Environment: one frame in place of four
 - Agent: an LSTM behind the convolutions, whose state is handed in and out
 - Training: minibatches are whole environments in the order of time
-- Run: the LSTM's state in evaluation
+- Run: the LSTM's state in evaluation, and minibatches that must divide the environments
 
 Details shown: core 1-5, core 7-12, atari 1-6, atari 8-9, lstm 1-5, aux 1 and 3; core 6 is off,
 core 13 is off, atari 7 is off.
@@ -71,7 +71,7 @@ class Args:
     anneal_lr: bool = True  # learning rate falls linearly to 0 at total-timesteps
     gamma: float = 0.99  # discount factor
     gae_lambda: float = 0.95  # lambda of generalized advantage estimation
-    num_minibatches: int = 4  # parts into which each epoch cuts the environments
+    num_minibatches: int = 4  # groups into which each epoch deals the environments
     update_epochs: int = 4  # passes over the batch in one update
     norm_adv: bool = True  # normalize advantages, minibatch by minibatch
     clip_coef: float = 0.1  # how far the ratio (and the value) may move
@@ -79,10 +79,10 @@ class Args:
     clip_vloss: bool = True  # clip the value loss
     ent_coef: float = 0.01  # weight of the entropy bonus
     vf_coef: float = 0.5  # weight of the value loss
-    max_grad_norm: float = 0.5  # the gradient is cut to this length
+    max_grad_norm: float = 0.5  # a longer gradient is scaled down to this length
     target_kl: float | None = None  # stop the epochs of an update above this KL (0.01 is usual)
-    bootstrap_truncated: bool = False  # a time limit is not an end: add the value behind it
-    precision: Literal["fp32", "bf16"] = "fp32"  # bf16: the network computes in bfloat16
+    bootstrap_truncated: bool = False  # a time limit is no end: add the value of what it cut off
+    precision: Literal["fp32", "bf16"] = "fp32"  # bf16: the convolutional network in bfloat16
     vector_mode: Literal["sync", "async"] = "sync"  # async: each environment in its own process
 
     seed: int = 1  # seed of the network, the sampling and the environments
@@ -261,16 +261,16 @@ def finished_episodes(infos: dict):
 
 
 def wrong_space(env: gym.Env) -> str | None:
-    """Say what in this environment does not fit this file, and which file fits. None: all fits."""
+    """Say what in this environment does not fit this file, and which does. None if all fits."""
     obs_space, action_space = env.observation_space, env.action_space
     if obs_space.dtype != np.uint8 or len(obs_space.shape) != 3 or obs_space.shape[2] != 3:
-        return "observations are not RGB images: use ppo.py or ppo_continuous.py"
+        return f"observations must be RGB images, not {obs_space}: flat ones fit ppo.py"
     if isinstance(action_space, gym.spaces.MultiDiscrete | gym.spaces.MultiBinary):
         return "actions have several parts: use ppo_multidiscrete.py"
     if not isinstance(action_space, gym.spaces.Discrete) or action_space.start != 0:
         return f"actions must be Discrete and start at 0, not {action_space}"
     if not hasattr(env.unwrapped, "ale") or not hasattr(env.unwrapped, "get_action_meanings"):
-        return "no Atari game: no ale.lives(), get_action_meanings(); try ppo_multidiscrete.py"
+        return "no Atari game (no ale.lives()): MultiDiscrete([n]) actions fit ppo_multidiscrete.py"
     if getattr(env.unwrapped, "_frameskip", 1) != 1:
         return "frames are skipped already: use a NoFrameskip-v4 id"
     return None
@@ -308,7 +308,7 @@ class Agent(nn.Module):
             nn.Flatten(),
             layer_init(nn.Linear(64 * 7 * 7, 512)),
             nn.ReLU(),
-        ).to(memory_format=torch.channels_last)  # 1.4 times as fast on a CPU, the same numbers
+        ).to(memory_format=torch.channels_last)  # 1.4 times as fast on a CPU
         # [lstm 1] Orthogonal weights and zero biases; the forget gate has no bias of 1 here
         self.lstm = nn.LSTM(512, 128)
         for name, parameter in self.lstm.named_parameters():
@@ -320,7 +320,7 @@ class Agent(nn.Module):
 
     def get_features(self, x):
         x = x.contiguous(memory_format=torch.channels_last)
-        # [beyond 2] bfloat16 for the convolutions; weights, heads and losses stay float32. Bytes
+        # [beyond 2] bfloat16 for all layers here; weights, heads and losses stay float32. Bytes
         # fit in it exactly, and to divide them there takes half as long, to the same bits.
         x = x.bfloat16() if self.bf16 else x
         # [atari 9] Pixels scaled to [0, 1]; until here they are bytes, a quarter of the memory
@@ -333,7 +333,7 @@ class Agent(nn.Module):
 
         x is (num_steps * num_envs, ...), done (num_steps * num_envs,), lstm_state (2, num_envs,
         128) from before the first of them. Returns what the heads see, (num_steps * num_envs,
-        128), and the state behind the last.
+        128), and the state after the last.
         """
         num_envs = lstm_state.shape[1]
         features = self.get_features(x).unflatten(0, (-1, num_envs))
@@ -358,7 +358,7 @@ class Agent(nn.Module):
         return self.critic(self.get_hidden(x, lstm_state, done)[0]).squeeze(-1)
 
     def get_action_and_value(self, x, lstm_state, done, action=None):
-        """Sample actions, or judge given ones; see get_hidden. Also returns the state behind."""
+        """Sample actions, or judge given ones; see get_hidden. Also returns the new state."""
         hidden, lstm_state = self.get_hidden(x, lstm_state, done)
         log_pi = self.actor(hidden).log_softmax(-1)  # (batch, actions)
         pi = log_pi.exp()
@@ -417,7 +417,7 @@ def train(args: Args) -> dict:
     optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)
     restore(run, agent, optimizer)
     if args.compile:
-        # [beyond 3] Compiled three times: for a rollout step, the value behind it, and an update
+        # [beyond 3] Compiled three times: for a rollout step, the last value, and an update
         agent.get_features = torch.compile(agent.get_features, dynamic=False)
 
     def tensor(array, dtype=None):
@@ -594,6 +594,9 @@ def check(args: Args) -> None:
         for name in names.split():
             if (value := getattr(args, name)) is not None and not low <= value <= high:
                 fail(name, f"{value} is not between {low} and {high}")
+    for name in ("run_dir", "resume", "evaluate"):
+        if getattr(args, name) == "":
+            fail(name, "is empty")
     batch_size = args.num_envs * args.num_steps
     if args.num_envs % args.num_minibatches:
         fail("num_minibatches", f"{args.num_minibatches} does not divide {args.num_envs} num-envs")
@@ -610,7 +613,7 @@ def check(args: Args) -> None:
     folder = Path(args.run_dir or "runs").absolute()
     if not (args.resume or args.evaluate) and os.path.exists(folder / "checkpoint.pt"):
         fail("run_dir", f"{folder} holds a run: --resume it, or choose another directory")
-    folder = next(path for path in (folder, *folder.parents) if os.path.exists(path))
+    folder = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
     writes = not args.evaluate or args.capture_video
     if writes and not (os.path.isdir(folder) and os.access(folder, os.W_OK)):
         fail("run_dir", f"cannot write in {folder}")
@@ -625,6 +628,7 @@ def try_out(args: Args) -> None:
         env = gym.make(args.env_id)
         if problem := wrong_space(env):
             fail(flag, f"{args.env_id}: {problem}")
+        env.reset(seed=args.seed)
         env.close()
         if args.capture_video:
             flag = "capture_video"
@@ -633,7 +637,8 @@ def try_out(args: Args) -> None:
             os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # drawing needs no screen
             env = gym.make(args.env_id, render_mode="rgb_array")
             env.reset(seed=args.seed)
-            np.asarray(env.render(), np.uint8)
+            if not isinstance(frame := env.render(), np.ndarray):
+                fail(flag, f"{args.env_id} renders no image, but {frame!r}")
             env.close()
         if args.track:
             flag = "track"
@@ -663,7 +668,8 @@ def load(flag: str, run_dir: str) -> dict:
         run = torch.load(path, map_location="cpu", weights_only=True)
         if (script := run["script"]) == SCRIPT:
             run["args"] = Args(**run["args"])
-            assert run.keys() >= {"global_step", "agent", "optimizer", "rng"}
+            known = "global_step seconds episodes returns wandb_id agent optimizer rng"
+            assert run.keys() >= set(known.split())
     except Exception as error:  # a damaged file can fail in any way
         # a TypeError names the argument that Args does not have, in a file that has been changed
         problem = error if isinstance(error, TypeError) else type(error).__name__
@@ -674,7 +680,7 @@ def load(flag: str, run_dir: str) -> dict:
 
 
 def save(args: Args, run: dict, **state) -> dict:
-    """Write checkpoint.pt beside the old one, then rename: a kill leaves one of the two, whole."""
+    """Write checkpoint.pt beside the old, then rename: a kill leaves a whole one. Returns it."""
     run = run | state | {"script": SCRIPT, "args": asdict(args)}
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     run["rng"] = [torch.get_rng_state(), *cuda]
@@ -713,6 +719,7 @@ def pick_device(args: Args) -> torch.device:
 
 def open_run(args: Args) -> tuple[dict, SummaryWriter]:
     """Open the run directory, a new one or the one to resume; say what is going to run."""
+    # what a run carries on; a resumed run's has all of its checkpoint
     run = {"global_step": 0, "seconds": 0.0, "episodes": 0, "returns": [], "wandb_id": None}
     if args.resume:
         run = load("resume", args.resume)
@@ -749,7 +756,7 @@ def open_run(args: Args) -> tuple[dict, SummaryWriter]:
 
 def log(args: Args, run: dict, writer: SummaryWriter, metrics: dict, last: bool) -> None:
     """Write an iteration's metrics to TensorBoard, and keep the progress line up to date."""
-    run["returns"] = run["returns"][-100:]
+    run["returns"] = run["returns"][-100:]  # all that return_last100 needs
     step, sps, live = run["global_step"], run["global_step"] / run["seconds"], sys.stdout.isatty()
     for name, value in {**metrics, "charts/SPS": sps}.items():
         writer.add_scalar(name, value, step)
@@ -809,9 +816,8 @@ def close_run(args: Args, run: dict, writer: SummaryWriter, finished: bool) -> d
         import wandb
 
         wandb.finish()
-    run_dir, stop_at = shlex.quote(args.run_dir), args.stop_at or 0
-    flags = f" --stop-at {stop_at}" if stop_at > run["global_step"] else ""
-    flags = f" --total-timesteps {2 * args.total_timesteps}" if finished else flags
+    run_dir = shlex.quote(args.run_dir)
+    flags = f" --total-timesteps {2 * args.total_timesteps}" if finished else ""
     script, label = shlex.quote(sys.argv[0]), "longer:" if finished else "go on: "
     print(f"watch:  python {script} --evaluate {run_dir} --capture-video")
     print(f"{label} python {script} --resume {run_dir}{flags}")
@@ -825,29 +831,30 @@ def parse(argv: list[str] | None = None) -> Args:
     flag = "resume" if args.resume else "evaluate"
     if run_dir := getattr(args, flag):
         run = load(flag, run_dir)
-        saved = replace(run["args"], resume=None, evaluate=None, stop_at=None, run_dir=run_dir)
+        saved = replace(run["args"], resume=None, evaluate=None, run_dir=run_dir)
+        if saved.stop_at and saved.stop_at <= run["global_step"]:
+            saved.stop_at = None  # it has stopped there
         if args.evaluate:  # the run may have been trained without an evaluation
             saved.eval_episodes = saved.eval_episodes or Args.eval_episodes
             saved.capture_video = saved.track = saved.compile = False
         args = tyro.cli(Args, args=argv, default=saved)
         if (args.env_id, args.run_dir) != (saved.env_id, run_dir):
             fail(flag, f"{run_dir} keeps its --env-id {saved.env_id} and its directory")
-        batch_size = args.num_envs * args.num_steps
-        if args.resume and run["global_step"] // batch_size >= args.total_timesteps // batch_size:
-            fail(flag, f"{run_dir} is finished: go further with --total-timesteps")
-        if args.resume and run["global_step"] % batch_size:
-            fail(
-                flag, f"step {run['global_step']} is no multiple of a batch of {batch_size} samples"
-            )
-        if args.resume and args.stop_at and args.stop_at <= run["global_step"]:
-            fail("stop_at", f"{run_dir} is at step {run['global_step']} already")
     check(args)
+    if args.resume:
+        step, batch_size = run["global_step"], args.num_envs * args.num_steps
+        if step // batch_size >= args.total_timesteps // batch_size:
+            fail(flag, f"{run_dir} is finished: go further with --total-timesteps")
+        if step % batch_size:
+            fail(flag, f"step {step} is no multiple of a batch of {batch_size} samples")
+        if args.stop_at and args.stop_at <= step:
+            fail("stop_at", f"{run_dir} is at step {step} already")
     if run_dir:  # try its weights before anything is written there
         with warnings.catch_warnings(action="ignore"), torch.random.fork_rng(devices=[]):
-            envs = make_envs(replace(args, capture_video=False), 1, args.seed, frozen=run)[0]
             try:
+                envs = make_envs(replace(args, capture_video=False), 1, args.seed, frozen=run)[0]
                 Agent(envs, args).load_state_dict(run["agent"])
-            except RuntimeError as error:
+            except (RuntimeError, ValueError) as error:
                 problem = str(error).splitlines()[-1]
                 fail(flag, f"{run_dir} does not fit the network of {SCRIPT}.py: {problem}")
             envs.close()

@@ -17,12 +17,13 @@ SIZE = 500_000  # 2 MB: most of the time goes into writing
 
 def save_forever(script, run_dir: str) -> None:
     args, step = script.Args(run_dir=run_dir), 0
+    run = {"seconds": 0.0, "episodes": 0, "returns": [], "wandb_id": None}
     if hasattr(script, "connect"):  # a process saves what all of its group have
         script.connect(args, torch.device("cpu"))
     while True:
         step += 1
         agent = {"weight": torch.full((SIZE,), step)}
-        script.save(args, {"global_step": step}, agent=agent, optimizer={})
+        script.save(args, run | {"global_step": step}, agent=agent, optimizer={})
 
 
 if __name__ == "__main__":

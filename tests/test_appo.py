@@ -16,7 +16,15 @@ import pytest
 import torch
 from conftest import ROOT, load_script, run_script, source_of
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from test_faults import PATIENCE, checkpoint, printed_command, saved, session, wait_for
+from test_faults import (
+    PATIENCE,
+    checkpoint,
+    patience,
+    printed_command,
+    saved,
+    session,
+    wait_for,
+)
 
 SCRIPT = ROOT / "appo_async.py"
 DRIVER = ROOT / "tests" / "appo_driver.py"
@@ -29,11 +37,6 @@ LEDGER = ["--env-id", "VizdoomLedger-v0", "--device", "cpu", "--eval-episodes", 
 LEDGER += ["--learning-rate", 0, "--num-steps", 8, "--total-timesteps", 10**8]
 LEARNED = np.dtype([("id", "<u8"), ("time", "<u8")])  # as in appo_driver.py
 PAGE = np.dtype([("pid", "<u8"), ("time", "<u8"), ("seed", "<u8")])
-
-
-def patience(seconds: float) -> float:
-    """So long on an idle machine; longer where other programs want the cores too."""
-    return seconds * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
 
 
 def shared_files(pids: list[int]) -> set[str]:
@@ -439,6 +442,49 @@ def test_vizdoom_leaves_nothing(end, start, tmp_path):
     assert not files({name[-10:] for name in second.values()})
 
 
+ORPHAN = """
+import os, signal, subprocess, sys, threading, time
+import appo_async
+parent = os.getpid()
+if os.fork():
+    while not os.path.exists("ready"):
+        time.sleep(0.05)
+    os._exit(0)
+os.setpgrp()
+threading.Thread(target=appo_async.end_orphan, args=(parent,), daemon=True).start()
+program = [sys.executable, "-c", "import time; time.sleep(300)", "+viz_instance_id", sys.argv[1]]
+engine = subprocess.Popen(program)
+print(engine.pid, flush=True)
+open("ready", "w").close()
+while os.getppid() == parent:
+    time.sleep(0.05)
+signal.alarm(5)  # as run_part, and what follows is an environment that does not close
+while True:
+    time.sleep(1)
+"""
+
+
+def test_an_orphan_that_hangs_takes_its_programs_along(tmp_path):
+    """The learner is gone, and a worker cannot close its ViZDooms."""
+    name = f"hangs{os.getpid()}"
+    memory = Path(f"/dev/shm/ViZDoomControl{name}")
+    memory.touch()
+    try:
+        found = subprocess.run(
+            [sys.executable, "-c", ORPHAN, name],
+            cwd=tmp_path,
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+            stdout=subprocess.PIPE,
+            text=True,
+            timeout=PATIENCE,  # standard output is open as long as the orphan lives
+        )
+        engine = Path(f"/proc/{int(found.stdout)}/cmdline")
+        wait_for(lambda: not engine.exists() or not engine.read_bytes(), "end", patience(10))
+        assert not memory.exists()
+    finally:
+        memory.unlink(missing_ok=True)
+
+
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_signal_where_the_learner_plays(signum, start, tmp_path):
     """ViZDoom's programs that it starts itself do not hear it; their id may name a module."""
@@ -568,7 +614,7 @@ def test_shapes_and_messages(shape, start, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("slow", ["rollout", "learner"])
 def test_who_is_the_bottleneck_is_shown(slow, start, tmp_path, monkeypatch):
-    """One kind of process takes its time, on an idle processor, and the others wait for it."""
+    """One kind of process takes its time, and the others wait for it."""
     monkeypatch.setenv("SLOW", slow)
     run = start(*LEDGER, *SMALL, "--num-workers", 2, "--stop-at", 960, script=DRIVER)
     assert run.ends() == 0, run.err
@@ -577,8 +623,8 @@ def test_who_is_the_bottleneck_is_shown(slow, start, tmp_path, monkeypatch):
         role: log.Scalars(f"charts/waiting_{role}")[-1].value
         for role in ("rollout", "policy", "learner")
     }
-    assert waiting.pop(slow) < 0.4
-    assert all(0.5 < share < 1.1 for share in waiting.values()), waiting
+    assert waiting.pop(slow) + 0.1 < min(waiting.values()), waiting
+    assert max(waiting.values()) < 1.1, waiting
 
 
 def test_worker_that_stalls_is_no_error(start):
@@ -659,19 +705,19 @@ def test_growing_lag_is_an_error(tmp_path):
 
 BAD = [
     (["--num-splits", "3"], "num-splits", "3 does not divide 8"),
-    (["--num-steps", "48"], "minibatch-size", "256 samples are no whole trajectories of 48"),
+    (["--num-steps", "48"], "minibatch-size", "256 samples are not a multiple of --num-steps 48"),
     (
         ["--rnn", "gru", "--minibatch-size", "48", "--num-minibatches", "2"],
         "minibatch-size",
-        "48 samples are no whole trajectories of 32",
+        "48 samples are not a multiple of --num-steps 32",
     ),
     (["--num-workers", "2", "--num-policy-workers", "3"], "num-policy-workers", "only 2 rollout"),
     (["--num-workers", "0"], "num-workers", "0 is not between 1 and"),
-    (["--minibatch-size", "1"], "minibatch-size", "no whole trajectories"),
+    (["--minibatch-size", "1"], "minibatch-size", "not a multiple of --num-steps 32"),
     (["--rho-bar", "-1"], "rho-bar", "not between 0"),
     (["--max-policy-lag", "-1"], "max-policy-lag", "not between 0"),
     (["--reward-scale", "-1"], "reward-scale", "not between 0"),
-    (["--env-id", "CartPole-v1"], "env-id", "observations are not RGB images"),
+    (["--env-id", "CartPole-v1"], "env-id", "observations must be RGB images"),
     (["--env-id", "toy_envs:Panel-v0"], "env-id", "use ppo_multidiscrete.py"),
     (["--env-id", "ALE/Breakout-v5"], "env-id", "frames are skipped already"),
     (["--env-id", "test_appo:Painting-v0"], "env-id", "neither an Atari game nor ViZDoom"),

@@ -1,12 +1,14 @@
 """Bad input ends with one line that names the flag, exit code 2, and nothing on the disk."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
 from types import SimpleNamespace
+from typing import ClassVar
 
 import gymnasium as gym
 import numpy as np
@@ -14,11 +16,14 @@ import pytest
 import torch
 from conftest import ROOT, SCRIPTS, TINY, load_script, run_forked, run_script
 from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete, Text, Tuple
+from toy_envs import ContinuousClock, ToyAtari
 
 VECTOR, IMAGE = Box(-1, 1, (3,), np.float32), Box(0, 255, (84, 84, 3), np.uint8)
 TWO, PARTS, FORCE = Discrete(2), MultiDiscrete([2, 2]), Box(-1, 1, (2,), np.float32)
 SPACES = {  # environment: its observation space and its action space
     "Image-v0": (IMAGE, TWO),
+    "Gray-v0": (Box(0, 255, (84, 84, 1), np.uint8), TWO),
+    "FloatImage-v0": (Box(0, 1, (7, 7, 3), np.float32), TWO),
     "Matrix-v0": (Box(0, 1, (3, 3), np.float32), TWO),
     "Number-v0": (Box(0, 1, (), np.float32), TWO),
     "DictObs-v0": (Dict(a=VECTOR), TWO),
@@ -86,6 +91,38 @@ for env_id, spaces in SPACES.items():
 for env_id, mask in MASKS.items():
     kwargs = {"observation_space": IMAGE, "action_space": PARTS, "mask": mask}
     gym.register(env_id, AnySpaces, kwargs=kwargs)
+
+
+class Unready(AnySpaces):
+    """An environment that can be made, but has no first observation."""
+
+    def reset(self, *, seed=None, options=None):
+        raise RuntimeError("no such level")
+
+
+class UnreadyAtari(ToyAtari):
+    reset = Unready.reset
+
+
+class Invisible(AnySpaces):
+    """An environment whose pictures are not there."""
+
+    metadata: ClassVar = {"render_modes": ["rgb_array"], "render_fps": 30}
+
+    def render(self):
+        return None
+
+
+def unready(env_id: str, cls: type, observation_space: gym.Space, action_space: gym.Space):
+    spaces = {"observation_space": observation_space, "action_space": action_space}
+    gym.register(env_id, cls, kwargs=spaces)
+
+
+unready("Unready-v0", Unready, VECTOR, TWO)
+unready("UnreadyContinuous-v0", Unready, VECTOR, FORCE)
+unready("UnreadyParts-v0", Unready, IMAGE, PARTS)
+unready("Invisible-v0", Invisible, VECTOR, TWO)
+gym.register("UnreadyAtari-v0", UnreadyAtari)
 gym.register("Broken-v0", Broken, kwargs={"error": RuntimeError("no such\nlevel")})
 gym.register("Silent-v0", Broken, kwargs={"error": AssertionError()})
 
@@ -132,37 +169,42 @@ ALL = [
     *rows("resume", "there is no no-such-run", "no-such-run"),
     *rows("evaluate", "there is no no-such-run", "no-such-run"),
     *rows("run-dir", "cannot write in", "a-file", "a-file/run", "a-file/deep/run"),
+    *rows("run-dir", "cannot write in", "a-dead-link", "a-dead-link/run"),
+    *[(flag, "", "is empty") for flag in ("run-dir", "resume", "evaluate")],
 ]
 PPO = [
-    *envs("use ppo_atari.py", "Image-v0"),
+    *envs("Atari games fit ppo_atari.py, others ppo_multidiscrete.py", "Image-v0"),
     *envs("use ppo_continuous.py", "Pendulum-v1 Hopper-v4 Continuous-v0"),
-    *envs("use ppo_multidiscrete.py", "MultiDiscrete-v0 MultiBinary-v0"),
+    *envs("only from images", "MultiDiscrete-v0 MultiBinary-v0"),
+    *envs("FlattenObservation", "Gray-v0 FloatImage-v0"),
     *envs("FlattenObservation", "FrozenLake-v1 Blackjack-v1 DictObs-v0 TupleObs-v0 BinaryObs-v0"),
     *envs("not Discrete(3)", "DiscreteObs-v0"),
     *envs("must be a flat Box", "TextObs-v0 Matrix-v0 Number-v0"),
     *envs("start at 0", "StartAtOne-v0"),
     *envs("must be Discrete", "DictAction-v0"),
+    *envs("no such level", "Unready-v0"),
 ]
 ATARI = [
-    *envs("use ppo.py", "CartPole-v1"),
-    *envs("ppo_continuous.py", "Pendulum-v1"),
-    *envs("not RGB images", "DictObs-v0 DiscreteObs-v0 Matrix-v0"),
+    *envs("no such level", "UnreadyAtari-v0"),
+    *envs("flat ones fit ppo.py", "CartPole-v1 Pendulum-v1"),
+    *envs("must be RGB images", "DictObs-v0 DiscreteObs-v0 Matrix-v0 Gray-v0 FloatImage-v0"),
     *envs("use ppo_multidiscrete.py", "ImageMultiDiscrete-v0"),
     *envs("must be Discrete", "ImageContinuous-v0"),
     *envs("start at 0", "ImageStartAtOne-v0"),
-    *envs("no Atari game", "Image-v0"),
+    *envs("MultiDiscrete([n]) actions fit ppo_multidiscrete.py", "Image-v0"),
     *envs("use a NoFrameskip-v4 id", "ALE/Breakout-v5 Breakout-v4"),
 ]
 CONTINUOUS = [
     *envs("use ppo.py", "CartPole-v1"),
-    *envs("ppo_atari.py for images", "Image-v0"),
-    *envs("use ppo_multidiscrete.py", "MultiDiscrete-v0 MultiBinary-v0"),
+    *envs("ppo_atari.py for Atari games", "Image-v0"),
+    *envs("only from images", "MultiDiscrete-v0 MultiBinary-v0"),
     *envs(
         "must be a Box of floats",
         "DictAction-v0 TupleAction-v0 IntegerAction-v0 NumberAction-v0 HalfPrecision-v0",
     ),
     *envs("must be a flat Box", "ImageContinuous-v0 ContinuousMatrix-v0"),
     *envs("FlattenObservation", "ContinuousDictObs-v0 ContinuousDiscreteObs-v0"),
+    *envs("no such level", "UnreadyContinuous-v0"),
     *envs("v2 and v3 based environments have been moved", "HalfCheetah-v2 Humanoid-v3"),
     *envs("version `v9`", "HalfCheetah-v9"),
 ]
@@ -173,8 +215,9 @@ MULTIDISCRETE = [
         "CartPole-v1 Hopper-v4 MultiDiscrete-v0 DictObs-v0 DiscreteObs-v0 TextObs-v0 "
         "PartsDictObs-v0 PartsGrayScreen-v0 PartsFloatScreen-v0 PartsTupleObs-v0",
     ),
-    *envs("use ppo_atari.py", "Image-v0 ImageStartAtOne-v0"),
+    *envs("others need MultiDiscrete([n])", "Image-v0 ImageStartAtOne-v0"),
     *envs("continuous", "ImageContinuous-v0"),
+    *envs("no such level", "UnreadyParts-v0"),
     *envs(
         "MultiDiscrete from 0, or MultiBinary",
         "ImageDictAction-v0 ImagePartsAtOne-v0 ImagePartsTable-v0 ImageBinaryTable-v0",
@@ -189,9 +232,8 @@ ENVPOOL = [
     *envs("Breakout-v5", "BreakoutNoFrameskip-v4 breakout-v5"),
     *envs("EnvPool has no toy_envs:Clock-v0", "toy_envs:Clock-v0"),
     *rows("env-id", "EnvPool has no ; the nearest are", ""),
-    *envs("use ppo.py", "CartPole-v1"),
-    *envs("ppo_continuous.py", "HalfCheetah-v4"),
-    *envs("not images", "Taxi-v3"),
+    *envs("flat ones fit ppo.py", "CartPole-v1 HalfCheetah-v4"),
+    *envs("must be images", "Taxi-v3"),
     *rows("num-threads", "is not between", -1),
     *(case for case in ALL if case[0] != "env-id"),  # its ids are EnvPool's
 ]
@@ -209,13 +251,14 @@ APPO = [
     ("num-policy-workers", 0, "is not between 1 and"),
     ("num-policy-workers", 1000, "rollout workers ask for actions"),
     ("minibatch-size", 0, "is not between 1 and"),
-    ("minibatch-size", 100, "100 samples are no whole trajectories of 32 steps"),
+    ("minibatch-size", 100, "100 samples are not a multiple of --num-steps 32"),
     ("rho-bar", -1, "is not between 0 and"),
     ("rho-bar", "nan", "is not between 0 and"),
     ("c-bar", -1, "is not between 0 and"),
     ("max-policy-lag", -1, "is not between 0 and"),
     ("reward-scale", -0.01, "is not between"),
     ("reward-scale", "nan", "is not between"),
+    ("reward-scale", "inf", "is not between"),
 ]
 CASES = {
     "ppo": PPO,
@@ -247,6 +290,7 @@ def in_tmp_path(tmp_path, monkeypatch):
     """Every test stands in a folder of its own, with a file in it."""
     monkeypatch.chdir(tmp_path)
     Path("a-file").write_text("not a directory")
+    Path("a-dead-link").symlink_to("a-disk-that-is-not-mounted")
 
 
 @pytest.mark.parametrize(("name", "flag", "value", "piece"), TABLE)
@@ -254,6 +298,30 @@ def test_table(name, flag, value, piece, capsys):
     line = refusal(load_script(name), [f"--{flag}={value}"], capsys)
     assert line.startswith(f"error: --{flag}: ")
     assert piece in line
+
+
+USE = re.compile(r"use (ppo\w*)\.py")
+
+
+@pytest.mark.parametrize("env_id", [*SPACES, "CartPole-v1", "Pendulum-v1", "VizdoomBasic-v1"])
+def test_no_file_sends_in_circles(env_id):
+    """Who uses the file that a message says to use ends at one that fits, or at another cure."""
+    for name in SCRIPTS:
+        seen = []
+        while name:
+            assert name not in seen, [*seen, name]
+            seen.append(name)
+            script = load_script(name)
+            env = gym.make(env_id, disable_env_checker=True)
+            problem = script.wrong_space(env) or ""
+            env.close()
+            found = USE.search(problem)
+            name = found and found[1]
+
+
+def test_a_film_of_nothing(capsys):
+    line = refusal(load_script("ppo"), ["--env-id=Invisible-v0", "--capture-video"], capsys)
+    assert line == "error: --capture-video: Invisible-v0 renders no image, but None"
 
 
 @pytest.mark.parametrize("device", ["cuda", "mps"])
@@ -314,7 +382,7 @@ def run_dir(stopped_run) -> Path:
 def rewrite(run_dir: Path, **changes) -> None:
     """Put other values in a checkpoint; None takes the entry out."""
     run = torch.load(run_dir / "checkpoint.pt", weights_only=True) | changes
-    run = {key: value for key, value in run.items() if value is not None}
+    run = {key: value for key, value in run.items() if changes.get(key, 0) is not None}
     torch.save(run, run_dir / "checkpoint.pt")
 
 
@@ -413,7 +481,10 @@ def test_checkpoint_of_another_network(flag, script, monkeypatch, capsys):
     assert {path: path.read_bytes() for path in Path("run").iterdir()} == before
 
 
-@pytest.mark.parametrize("key", ["global_step", "agent"])
+PARTS_OF_A_RUN = "global_step seconds episodes returns wandb_id agent optimizer rng"
+
+
+@pytest.mark.parametrize("key", PARTS_OF_A_RUN.split())
 def test_checkpoint_with_a_part_missing(key, run_dir, capsys):
     rewrite(run_dir, **{key: None})
     line = refusal(load_script("ppo"), ["--resume", "run"], capsys)
@@ -520,6 +591,9 @@ REFUSED = [  # of the run above, at step 16 of 32
         "step 16 is no multiple of a batch of 32",
     ),
     ("--resume run --gamma 2", "gamma", "is not between"),
+    ("--resume run --num-envs 0", "num-envs", "is not between"),
+    ("--resume run --num-steps -8", "num-steps", "is not between"),
+    ("--resume run --total-timesteps 0", "total-timesteps", "is not between"),
 ]
 
 
@@ -538,14 +612,34 @@ def test_finished_run_resumed(script, capsys):
     assert script.parse(["--resume", "run", "--total-timesteps", "48"]).total_timesteps == 48
 
 
-def test_the_core_of_a_run_stays(capsys):
-    """Its weights fit no other network."""
-    script = load_script("appo_async")
-    tiny = TINY["appo_async"] | {"eval_episodes": 0, "run_dir": "run", "stop_at": 16}
+@pytest.mark.parametrize(
+    ("name", "changed", "kept"),
+    [
+        ("appo_async", "--rnn=gru", "--rnn none, --reward-scale 1.0"),  # fits no other network
+        ("appo_async", "--reward-scale=5", "--rnn none, --reward-scale 1.0"),
+        ("ppo_multidiscrete", "--reward-scale=5", "--reward-scale 0.01"),
+    ],
+)
+def test_what_a_run_is_about_stays(name, changed, kept, capsys):
+    """Its network, and what it is paid: the value function knows no other rewards."""
+    script = load_script(name)
+    tiny = TINY[name] | {"eval_episodes": 0, "run_dir": "run", "stop_at": 16}
     script.train(script.Args(**tiny))
     for flag in ("resume", "evaluate"):
-        line = refusal(script, [f"--{flag}", "run", "--rnn", "gru"], capsys)
-        assert line == f"error: --{flag}: run is a run with --rnn none"
+        line = refusal(script, [f"--{flag}", "run", changed], capsys)
+        assert line == f"error: --{flag}: run has {kept}"
+
+
+def test_an_environment_that_has_changed(monkeypatch, capsys):
+    """The statistics of a run of ppo_continuous.py are those of its observations."""
+    script = load_script("ppo_continuous")
+    tiny = TINY["ppo_continuous"] | {"eval_episodes": 0, "run_dir": "run", "stop_at": 16}
+    script.train(script.Args(**tiny | {"env_id": "toy_envs:ContinuousClock-v0"}))
+    monkeypatch.setattr(ContinuousClock, "observation_space", Box(0, 1, (3,), np.float32))
+    monkeypatch.setattr(ContinuousClock, "_obs", lambda self: np.zeros(3, np.float32))
+    for flag in ("resume", "evaluate"):
+        line = refusal(script, [f"--{flag}", "run"], capsys)
+        assert line.startswith(f"error: --{flag}: run does not fit the network of ppo_continuous")
 
 
 # === What tyro refuses, it reports in its own way
@@ -575,7 +669,7 @@ def test_tyro_refuses(script, command, named, capsys):
     assert named in captured.err
     assert "Traceback" not in captured.err
     assert not captured.out
-    assert sorted(Path().iterdir()) == [Path("a-file")]
+    assert sorted(Path().iterdir()) == [Path("a-dead-link"), Path("a-file")]
 
 
 # === As real processes
@@ -587,7 +681,7 @@ def check_process(process, flag: str, piece: str) -> None:
     (line,) = process.stderr.splitlines()
     assert line.startswith(f"error: --{flag}: ")
     assert piece in line
-    assert sorted(path.name for path in Path().iterdir()) == ["a-file"]
+    assert sorted(path.name for path in Path().iterdir()) == ["a-dead-link", "a-file"]
 
 
 WITHOUT_ALE = "--env-id BreakoutNoFrameskip-v4"  # nothing in ppo.py imports Atari's games
@@ -600,7 +694,7 @@ PROCESSES = [
     ("ppo_lstm", "--num-envs 6", "num-minibatches", "4 does not divide 6 num-envs"),
     ("ppo_multidiscrete", "--resume nothing", "resume", "there is no nothing/checkpoint.pt"),
     ("envpool_ppo", "--env-id BreakoutNoFrameskip-v4", "env-id", "Breakout-v5"),
-    ("appo_async", "--env-id CartPole-v1", "env-id", "use ppo.py"),
+    ("appo_async", "--env-id CartPole-v1", "env-id", "flat ones fit ppo.py"),
     ("envpool_ppo", "--async-envs --num-envs 1 --num-minibatches 2", "num-envs", "1 is odd"),
 ]
 
@@ -631,6 +725,7 @@ def test_track_without_a_key(tmp_path, monkeypatch):
     process = run_forked(ROOT / "ppo.py", "--track", cwd=work, HOME=str(home), WANDB_MODE="online")
     monkeypatch.chdir(work)
     Path("a-file").touch()
+    Path("a-dead-link").symlink_to("a-disk-that-is-not-mounted")
     check_process(process, "track", "run `wandb login`, or set WANDB_MODE=offline")
 
 

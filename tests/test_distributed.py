@@ -148,9 +148,10 @@ def test_two_processes_take_the_step_of_one(tmp_path):
     for name in names:
         ours, theirs = (log.Scalars(name)[0].value for log in logs)
         assert np.isclose(ours, theirs, rtol=0.01, atol=1e-4), name
-    # the same environments, of other processes
-    seeds = [sorted((tmp_path / size / "seeds").read_text().split()) for size in "124"]
-    assert seeds == [["1", "2", "3", "4"]] * 3
+    # the same environments, of other processes, each of which has tried one out before
+    for size in (1, 2, 4):
+        seeds = (tmp_path / str(size) / "seeds").read_text().split()
+        assert sorted(seeds) == sorted([*"1234", *"1" * size])
 
 
 def write_weights(rank: int) -> None:
@@ -316,6 +317,7 @@ def test_resume_is_exact_with_two_processes(tmp_path):
     ],
 )
 def test_what_two_processes_cannot_share(argv, flag, piece, pair, monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.chdir(pair.run.parent)
     with pytest.raises(SystemExit) as end:
@@ -338,6 +340,15 @@ def test_other_arguments_on_the_other_machine(tmp_path):
         (line,) = err.splitlines()
         assert line.startswith("error: --seed: differs between the processes")
     assert not group.run.exists()
+
+
+def test_a_world_without_a_rank(tmp_path, monkeypatch):
+    """A job script has set WORLD_SIZE for something else: alone is alone, and waits for nobody."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    group = play(tmp_path, None, *TINY, "--run-dir", "run")
+    assert group.codes == [0], group.errs
+    assert (group.run / "checkpoint.pt").exists()
 
 
 # === torchrun

@@ -54,9 +54,10 @@ RUN_DIFFERS = {
         *("fail", "wait_for_the_first", "check", "save", "restore", "pick_device", "connect"),
         *("check_equal", "open_run", "log", "close_run", "parse", "__main__"),
     },
-    # masks and states have to do with sizes and with playing, pools with how they are made
+    # masks and states have to do with sizes and with playing, the scale of rewards with resuming,
+    # pools with how they are made
     "ppo_lstm": {"check", "evaluate"},
-    "ppo_multidiscrete": {"check", "evaluate"},
+    "ppo_multidiscrete": {"check", "evaluate", "parse"},
     "envpool_ppo": {"check", "try_out"},
     # sizes, shared memory, lag and waiting on the screen, the GRU's state
     "appo_async": {"check", "try_out", "shared_megabytes", "log", "evaluate", "parse"},

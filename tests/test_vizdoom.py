@@ -14,7 +14,7 @@ import pytest
 import test_faults
 import torch
 from conftest import TINY, load_script
-from test_faults import PATIENCE, checkpoint, saved, session, wait_for
+from test_faults import PATIENCE, checkpoint, patience, saved, session, wait_for
 
 start = test_faults.start  # the fixture
 NAME = "ppo_multidiscrete"
@@ -74,7 +74,9 @@ def test_in_processes_of_their_own(start, tmp_path):
         _, stderr = process.communicate(timeout=PATIENCE)
         assert process.returncode == 0, stderr
         assert checkpoint(NAME, tmp_path / env_id)["global_step"] == 32
-        wait_for(lambda process=process: not session(process), "end of all workers", timeout=10)
+        wait_for(
+            lambda process=process: not session(process), "end of all workers", timeout=patience(10)
+        )
 
 
 def test_rewards_are_scaled_and_scores_are_not(script, monkeypatch):
@@ -137,7 +139,7 @@ def test_ctrl_c(mode, start, tmp_path):
     assert (process.returncode, stderr) == (0, "")
     assert "--resume run" in stdout
     assert checkpoint(NAME, tmp_path / "run")["global_step"] > 0
-    wait_for(lambda: not session(process), "end of all processes", timeout=10)
+    wait_for(lambda: not session(process), "end of all processes", timeout=patience(10))
 
 
 @pytest.mark.parametrize(("env_id", "buttons"), BUTTONS.items())
