@@ -44,7 +44,7 @@ def mutants(script: str, only: str = "", why: str = "") -> dict[str, str]:
         for mutation in detail["mutations"]:
             files = mutation.get("files", detail["files"])
             wanted = mutation["why"].startswith(why) if why else mutation.get("ablate")
-            if not wanted or script not in files or only not in detail["id"]:
+            if not wanted or script not in files or only not in (detail["id"], ""):
                 continue
             if detail["id"].startswith(("aux", "beyond")):
                 continue  # off by default: there is nothing to take away
@@ -98,12 +98,21 @@ def last_line(cell: reproduce.Cell) -> str:
 
 
 def draw(rows: list[dict]) -> None:
-    """Each detail's runs as dots, its mean as a line, the whole algorithm's range behind them."""
+    """Each detail's runs as dots, its mean as a line, the whole algorithm's range behind them.
+
+    Dotted: what random actions score.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+    from record import read_csv
 
+    at_random = {
+        row["env_id"]: float(row["mean"])
+        for row in read_csv(ROOT / "results" / "random.csv")
+        if (row["env_id"], row["script"]) in {(task, TASKS[task][0]) for task in TASKS}
+    }
     tasks = [task for task in TASKS if any(row["task"] == task for row in rows)]
     heights = [len({row["lacking"] for row in rows if row["task"] == task}) for task in tasks]
     figure, panels = plt.subplots(
@@ -126,8 +135,14 @@ def draw(rows: list[dict]) -> None:
         # a detail's id is two words, of which the second is a number
         details = [name for name in names if name.split()[1].isdigit()]
         labels = [f"without {name}" if name in details else name for name in names]
+        for k, name in enumerate(names):  # a run that a detail's absence ended has no return
+            if len(by_detail[name]) != len(whole):
+                labels[k] += f" ({len(by_detail[name])} seeds)"
         axes.set_yticks(range(len(names)), labels, fontsize=7)
         axes.set_ylim(-0.6, len(names) - 0.4)
+        if task in at_random:
+            axes.axvline(at_random[task], color="0.5", linewidth=0.8, linestyle=":")
+        axes.tick_params(axis="x", labelsize=7)
         axes.set_title(f"{task}, {TASKS[task][1]:,} steps, {len(whole)} seeds", fontsize=9)
         axes.set_xlabel("return of the last 100 training episodes", fontsize=8)
         axes.spines[["top", "right"]].set_visible(False)
@@ -138,7 +153,7 @@ def draw(rows: list[dict]) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--task", choices=TASKS, default="CartPole-v1")
-    parser.add_argument("--only", default="", help="only details whose id contains this")
+    parser.add_argument("--only", default="", help="one detail, by its id")
     parser.add_argument("--mutation", default="", help="the one whose `why` begins so, instead")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--jobs", type=int, default=reproduce.CORES, help="runs at a time")
@@ -151,7 +166,7 @@ def main() -> int:
     if args.mutation and (count := len(mutants(script, args.only, args.mutation)) - 1) != 1:
         parser.error(f"--mutation: {count} of {script}.py begin so, and it takes one")
     if args.only and len(mutants(script, args.only, args.mutation)) == 1:
-        parser.error(f"--only: no detail of {script}.py that can be ablated has {args.only!r}")
+        parser.error(f"--only: {script}.py has no detail {args.only!r} that can be ablated")
     # before the training, too: it needs a clone of the repository
     origin = {"blocks": code_hash((ROOT / f"{script}.py").read_text())}
     origin |= {"commit": git("rev-parse", "--short", "HEAD").strip()}

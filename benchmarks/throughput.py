@@ -220,6 +220,14 @@ def time_ours(case: Case) -> dict:
     return found
 
 
+def answer_of(command: list[str]) -> str:
+    """The last line that a program prints. What it warns of is shown only if it fails."""
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        sys.exit(done.stderr)
+    return done.stdout.splitlines()[-1]
+
+
 def time_peer(case: Case) -> float:
     """The peer's steps/s on the same task, with the same batch and as many passes over it."""
     _, args = arguments(case)
@@ -232,7 +240,7 @@ def time_peer(case: Case) -> float:
         words += ["--num_workers=2", f"--num_envs_per_worker={case.num_envs // 2}"]
     command = [peer_python(peer), str(ROOT / f"benchmarks/peers/peer_{peer}.py")]
     command += map(str, words)
-    return float(subprocess.check_output(command, text=True).split()[-1])
+    return float(answer_of(command).split()[-1])
 
 
 def rate(function, seconds: float) -> float:
@@ -302,7 +310,7 @@ def parts_of(case: Case, seconds: float, what: str = "bound") -> dict:
     words = [sys.executable, __file__, "--parts", case.script, str(case.num_envs), str(seconds)]
     if case.script == "appo_async":
         words = [sys.executable, str(ROOT / "benchmarks/appo_parts.py"), what, str(seconds)]
-    pairs = subprocess.check_output([*words, *case.flags], text=True).splitlines()[-1].split()
+    pairs = answer_of([*words, *case.flags]).split()
     return {name: float(value) for name, value in (pair.split("=") for pair in pairs)}
 
 
@@ -546,9 +554,9 @@ def scaling_rows(seconds: float, only: str):
         wanted = smallest <= n <= largest and only in f"{kind}, Breakout, {n}"
         for threads in counts if wanted else ():
             words = [sys.executable, __file__, "--scaling-row", kind, n, threads, seconds]
-            answer = subprocess.check_output(list(map(str, words)), text=True)
+            answer = answer_of(list(map(str, words)))
             row = {"kind": kind, "num_envs": n, "threads": threads}
-            row |= json.loads(answer.splitlines()[-1])
+            row |= json.loads(answer)
             print(row, flush=True)
             yield row
 
@@ -574,6 +582,8 @@ def main() -> None:
         print(json.dumps(scaling_row(kind, int(n), int(threads), float(seconds))))
         return
     args = parser.parse_args()
+    if args.rounds < 1:
+        parser.error("--rounds: at least 1")
     from record import code_hash, git, machine, read_csv, write_csv
 
     origin = {"commit": git("rev-parse", "--short", "HEAD").strip(), "machine": machine()}
@@ -597,6 +607,8 @@ def main() -> None:
             case.steps //= 4 if args.quick else 1
             place = (case.group,) if case.group in ways else (case.task, case.num_envs)
             groups.setdefault(place, []).append(case)
+    if not groups:
+        parser.error(f"--only: no case of {', '.join(sorted(wanted))} has {args.only!r}")
     for group in groups.values():
         rounds, seconds = (1, 0.5) if args.quick else (args.rounds, 3.0)
         way = ways.get(group[0].group, compare)
