@@ -31,10 +31,15 @@ def points(rows: list[dict], window: int, last_step: int) -> tuple[list[float], 
     return steps, means
 
 
+def thousands(x: float, _) -> str:
+    """A number of steps, as an axis shows it."""
+    return f"{x / 1e6:g}M" if x >= 1e6 else f"{x / 1000:.0f}k"
+
+
 def finish(figure, axes, title: str, last_step: int, name: str) -> None:
     axes.set(xlabel="agent steps", ylabel="score of training games", xlim=(0, last_step))
     axes.set_title(title, fontsize=10)
-    axes.xaxis.set_major_formatter(lambda x, _: f"{x / 1000:.0f}k")
+    axes.xaxis.set_major_formatter(thousands)
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", color="0.92")
     axes.legend(frameon=False, fontsize=8)
@@ -51,10 +56,7 @@ def curves(script: str, env_id: str, window: int, last_step: int):
 
 
 def breakout() -> None:
-    def name(run: dict) -> str:
-        bf16 = ", bf16" if "bf16" in run["run"] else ""
-        return f"{run['script']}.py, seed {run['seed']}{bf16}"
-
+    """The first steps of the schedule: a colour for each program, a thin line for each seed."""
     figure, axes = plt.subplots(figsize=(7, 3.6), dpi=150)
     window, last_step = 25_000, 500_000
     peers = read_csv(RESULTS / "peers" / "cleanrl_ppo_atari_breakout.csv")
@@ -65,42 +67,56 @@ def breakout() -> None:
     rows = read_csv(RESULTS / "peers" / "sb3_ppo_atari_breakout.csv")
     line = points(rows, window, last_step)
     axes.plot(*line, "--", color="0.3", linewidth=1, label="Stable-Baselines3, 1 seed")
-    for run, line in curves("ppo_atari", "BreakoutNoFrameskip-v4", window, last_step):
-        if run["run"].endswith("__alone"):
-            continue  # of the picture beside appo_async.py
-        axes.plot(*line, linewidth=2, label=name(run))
-    for run, line in curves("envpool_ppo", "Breakout-v5", window, last_step):
-        if int(run["steps"]) > 4 * last_step:
-            continue  # of the next picture: its games are counted in windows that are too wide
-        axes.plot(*line, ":", linewidth=2, label=name(run))
+    drawn = {}
+    for script, env_id in (("ppo_atari", "BreakoutNoFrameskip-v4"), ("envpool_ppo", "Breakout-v5")):
+        for run, line in curves(script, env_id, window, last_step):
+            if run["run"].endswith("__alone") or int(run["steps"]) > 4 * last_step:
+                continue  # of other pictures; the latter's games are in windows that are too wide
+            precision = "bf16" if "bf16" in run["run"] else "fp32"
+            label = f"{script}.py, {precision}, 2 seeds"
+            color = drawn.get(label, f"C{len(drawn)}")
+            axes.plot(*line, color=color, label=None if label in drawn else label)
+            drawn[label] = color
     axes.set_ylim(0, None)
     title = "BreakoutNoFrameskip-v4: the first 5 % of the 10M-step schedule"
     finish(figure, axes, title, last_step, "breakout.png")
 
 
 def breakout_whole() -> None:
-    """envpool_ppo.py further along the schedule, and where the runs of others have ended."""
-    figure, axes = plt.subplots(figsize=(7, 3), dpi=150)
+    """envpool_ppo.py along the schedule, and beside it where the runs of others have ended."""
+    wide = {"width_ratios": [3, 1], "wspace": 0.05}
+    figure, (axes, beside) = plt.subplots(
+        1, 2, figsize=(8, 3.2), dpi=150, sharey=True, gridspec_kw=wide
+    )
     for run, (steps, means) in curves("envpool_ppo", "Breakout-v5", 100_000, 10**7):
         if int(run["steps"]) > 10**6:
             label = f"envpool_ppo.py, bf16, seed {run['seed']}"
             axes.plot(np.array(steps[:-1]) / 1e6, means[:-1], label=label)  # the last is not whole
+    axes.set(xlabel="agent steps, in millions", ylabel="score of training games")
+    axes.set_xlim(0, 10)
+    axes.legend(frameon=False, fontsize=8, loc="upper left")
     ends = [
         row
         for row in read_csv(RESULTS / "published.csv")
         if row["script"] in ("ppo_atari", "envpool_ppo") and row["env_id"].startswith("Breakout")
     ]
+    names = []
     for number, row in enumerate(ends):
-        label = " ".join([row["source"], *re.findall(r"ppo_\w+\.py", row["note"])])
-        place = {"x": 10.1 + 0.15 * number, "color": f"C{number + 1}", "fmt": "o", "ms": 3}
         mean, std = float(row["mean"]), float(row["std"])
-        axes.errorbar(y=mean, yerr=std, label=label, **place)
-    axes.set(xlabel="agent steps, in millions", ylabel="score of training games", xlim=0, ylim=0)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(axis="y", color="0.92")
-    axes.legend(frameon=False, fontsize=7)
-    figure.tight_layout()
-    figure.savefig(RESULTS / "breakout_whole.png")
+        beside.errorbar(number, mean, yerr=std, color="0.3", fmt="o", ms=3)
+        name = row["source"] + " EnvPool" * (row["script"] == "envpool_ppo")
+        names.append(name + ", scan" * ("_scan.py" in row["note"]))
+    beside.set_xticks(range(len(names)), names, fontsize=6.5, rotation=90)
+    beside.set_xlim(-0.7, len(names) - 0.3)
+    beside.tick_params(left=False)
+    beside.set_title("published, after 10M steps:\nmean ± deviation of seeds", fontsize=7)
+    for panel in (axes, beside):
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.grid(axis="y", color="0.92")
+        panel.set_axisbelow(True)
+    beside.spines["left"].set_visible(False)
+    axes.set_ylim(0)
+    figure.savefig(RESULTS / "breakout_whole.png", bbox_inches="tight")
 
 
 def asynchronous() -> None:
@@ -128,9 +144,12 @@ def asynchronous() -> None:
         axes.set(xlim=0, ylim=0)
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(axis="y", color="0.92")
+    panels[0].set_xticks(range(0, 21, 5))
+    panels[1].set_xticks([0, 0.5, 1, 1.5, 2])
     panels[0].set_ylabel("score of training games")
     panels[0].legend(frameon=False, fontsize=8)
-    figure.tight_layout()
+    figure.suptitle("BreakoutNoFrameskip-v4, bf16, seed 1, twenty minutes each", fontsize=10)
+    figure.tight_layout(w_pad=2)
     figure.savefig(RESULTS / "async.png")
 
 
@@ -146,11 +165,18 @@ def pendulum() -> None:
 
 
 def several_seeds() -> None:
-    """A panel for each environment that three seeds or more were trained in, without flags."""
+    """A panel for each environment and file that three seeds or more were trained in.
+
+    Without flags but --precision bf16, which changes how numbers are rounded and not what is done.
+    """
     groups: dict[tuple[str, str], list[dict]] = {}
     for run in read_csv(RESULTS / "runs.csv"):
-        if run["run"].count("__") == 2 and not run["env_id"].startswith("memory_envs"):
-            groups.setdefault((run["env_id"], run["script"]), []).append(run)
+        flags = run["run"].split("__")[3:]
+        # appo_async.py's are in docs/async.md: on HealthGathering its seeds differ by everything
+        other = run["env_id"].startswith("memory_envs") or run["script"] == "appo_async"
+        if flags in ([], ["bf16"]) and not other:
+            key = run["env_id"], run["script"] + ".py" + ", bf16" * bool(flags)
+            groups.setdefault(key, []).append(run)
     groups = {key: runs for key, runs in groups.items() if len(runs) >= 3}
     random = {
         (r["env_id"], r["script"]): float(r["mean"]) for r in read_csv(RESULTS / "random.csv")
@@ -161,7 +187,7 @@ def several_seeds() -> None:
     )
     for axes in panels.flat[len(groups) :]:
         axes.set_visible(False)
-    for ((env_id, script), runs), axes in zip(groups.items(), panels.flat, strict=False):
+    for ((env_id, name), runs), axes in zip(groups.items(), panels.flat, strict=False):
         last_step = max(int(run["steps"]) for run in runs)
         window = last_step // 40
         lines = []
@@ -175,13 +201,17 @@ def several_seeds() -> None:
         axes.margins(y=0.1)
         axes.fill_between(middle, low, high, color="C0", alpha=0.25, linewidth=0)
         axes.plot(middle, lines.mean(0), color="C0")
+        script = runs[0]["script"]
         if (env_id, script) in random:
             axes.axhline(random[env_id, script], color="0.6", linewidth=0.8, linestyle=":")
-        axes.set_title(f"{env_id}\n{script}.py, {len(runs)} seeds", fontsize=8)
-        axes.xaxis.set_major_formatter(lambda x, _: f"{x / 1000:.0f}k")
+        axes.set_title(f"{env_id}\n{name}, {len(runs)} seeds", fontsize=8)
+        axes.set_axisbelow(True)
+        axes.xaxis.set_major_formatter(thousands)
         axes.tick_params(labelsize=7)
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(axis="y", color="0.92")
+    figure.supxlabel("agent steps", fontsize=9)
+    figure.supylabel("score of training games", fontsize=9)
     figure.tight_layout()
     figure.savefig(RESULTS / "curves.png")
 
@@ -193,7 +223,7 @@ def scaling() -> None:
         kinds.setdefault(row["kind"], []).append(row)
     figure, panels = plt.subplots(1, 3, figsize=(9, 3.6), dpi=150)
     titles = {"alone": "random actions, steps/s", "with_policy": "with the Nature-CNN, steps/s"}
-    titles |= {"memory_mb": "memory, MB"}
+    titles |= {"memory_mb": "what the environments add in memory, MB"}
     for (column, title), axes in zip(titles.items(), panels, strict=True):
         for color, (kind, rows) in enumerate(kinds.items()):
             threads = max(int(row["threads"]) for row in rows)
@@ -206,7 +236,10 @@ def scaling() -> None:
         axes.set_title(title, fontsize=9)
         axes.set_xlabel("environments", fontsize=8)
         axes.tick_params(labelsize=7)
-        axes.set_ylim(0)
+        if column == "memory_mb":
+            axes.set_yscale("log")
+        else:
+            axes.set_ylim(0)
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(axis="y", color="0.92")
     handles = panels[0].get_legend_handles_labels()
@@ -237,7 +270,9 @@ def speed() -> None:
     axes.spines[["top", "right"]].set_visible(False)
     unique = dict(zip(*axes.get_legend_handles_labels()[::-1], strict=True))
     above = {"ncols": 2, "loc": "lower left", "bbox_to_anchor": (0, 1)}
-    axes.legend(unique.values(), unique.keys(), frameon=False, fontsize=7, **above)
+    axes.legend(
+        [*unique.values()][::-1], [*unique.keys()][::-1], frameon=False, fontsize=7, **above
+    )
     axes.margins(y=0.01)
     figure.tight_layout()
     figure.savefig(RESULTS / "speed.png")

@@ -1,4 +1,4 @@
-"""Write the tables of README.md, results/README.md and docs/async.md from code and results/.
+"""Write the tables of README.md, results/README.md and docs/ from code and results/.
 
 python scripts/readme.py            # rewrite them
 python scripts/readme.py --check    # exit code 1 if it is out of date
@@ -58,18 +58,37 @@ def stale_speed(row: dict) -> str:
     return "" if row["blocks"] == code_hash(source(script)) else " (older code)"
 
 
+def length(runs: list[dict]) -> str:
+    """Agent steps, and of how many in the schedule where the runs were stopped before its end."""
+    steps = sorted({int(run["steps"]) for run in runs})
+    text = " to ".join(f"{number:,}" for number in dict.fromkeys((steps[0], steps[-1])))
+    schedule = max(int(run["total_timesteps"]) for run in runs)
+    if schedule > 1.01 * steps[-1]:  # less is missing where a batch no longer fits
+        text += f" of {schedule // 1_000_000}M"
+    return text
+
+
 def result(script: str) -> str:
     """The script's main result: mean over its seeds of the last 100 training episodes."""
-    env_id = SETTINGS[script][1]
-    rows = [row for row in RUNS if (row["script"], row["env_id"]) == (script, env_id)]
-    plain = [row for row in rows if row["run"].count("__") == 2]  # no flag switched anything
-    rows = plain or rows
-    if not rows:
+    found = {
+        flags: runs
+        for (name, env_id, flags), runs in groups().items()
+        if (name, env_id) == (script, SETTINGS[script][1])
+    }
+    if not found:
         return "not measured yet"
-    mean = statistics.mean(float(row["return_last100"]) for row in rows)
-    steps = {int(row["steps"]) for row in rows}
-    seeds = f"{len(rows)} seed" + "s" * (len(rows) > 1)
-    return f"{env_id} {mean:.0f} at {max(steps):,} steps, {seeds}{stale(rows[0])}"
+
+    def furthest(flags: str) -> tuple[int, bool]:
+        """Without flags, unless others went far beyond it."""
+        return max(int(run["steps"]) for run in found[flags]) // 10**6, flags == ""
+
+    flags = max(found, key=furthest)
+    runs = found[flags]
+    mean = statistics.mean(float(run["return_last100"]) for run in runs)
+    name = SETTINGS[script][1] + (f" ({flags})" if flags else "")
+    seeds = f"{len(runs)} seed" + "s" * (len(runs) > 1)
+    mark = "".join({stale(run) for run in runs})
+    return f"{name}: {mean:.0f} at {length(runs)} steps, {seeds}{mark}"
 
 
 def files_table() -> str:
@@ -166,7 +185,7 @@ def sizes_table() -> str:
         key = (row["what"], row["task"])
         if key in SIZES and row["peer"] == "sb3":
             ratio = row["ratio"].split(" (")[0]
-            cell = f"{int(row['ours']):,} ({ratio}), {int(row['memory_mb']):,} MB"
+            cell = f"{int(row['ours']):,} ({ratio}), {int(row['memory_mb']):,} MB{stale_speed(row)}"
             rows[key][0] = f"`{row['what']}`, {row['task']}"
             rows[key][1 + numbers.index(row["num_envs"])] = cell
     return table(["environments", *numbers], list(rows.values()))
@@ -207,11 +226,11 @@ def speed_table() -> str:
 
 def alone_table(what: str, name: str) -> str:
     head = ["environments", "pure simulation, steps/s", name, "ratio (rounds)"]
-    rows = [
-        [row["num_envs"], f"{int(row['theirs']):,}", f"{int(row['ours']):,}", row["ratio"]]
-        for row in read_csv(ROOT / "results" / "speed.csv")
-        if row["peer"] == SIMULATION and row["what"].startswith(what)
-    ]
+    rows = []
+    for row in read_csv(ROOT / "results" / "speed.csv"):
+        if row["peer"] == SIMULATION and row["what"].startswith(what):
+            rates = [f"{int(row[column]):,}" for column in ("theirs", "ours")]
+            rows.append([row["num_envs"], *rates, row["ratio"] + stale_speed(row)])
     return table(head, rows)
 
 
@@ -272,16 +291,12 @@ def results_table() -> str:
                 if (row["env_id"], row["script"], row["source"]) == (env_id, script, source)
             ]
             theirs += found or [""]
-        lengths = sorted({int(run["steps"]) for run in runs})
-        steps = " to ".join(f"{length:,}" for length in dict.fromkeys((lengths[0], lengths[-1])))
-        schedule = {int(run["total_timesteps"]) for run in runs}
-        if max(schedule) > 1.01 * lengths[-1]:  # less is missing where a batch no longer fits
-            steps += f" of {max(schedule) // 1_000_000}M"
         ours = spread([float(run["return_last100"]) for run in runs])
         marks = "".join({stale(run) for run in runs})
         name = f"`{script}.py`" + (f", {flags}" if flags else "")
         drawn = at_random.get((env_id, script), "")
-        rows.append([env_id, name, steps, str(len(runs)), drawn, f"**{ours}**{marks}", *theirs])
+        measured = [length(runs), str(len(runs)), drawn, f"**{ours}**{marks}"]
+        rows.append([env_id, name, *measured, *theirs])
     return table(head, rows)
 
 
@@ -352,8 +367,11 @@ def minutes_table() -> str:
         for minutes in (1, 10, 60):
             before = [row for row in curve if float(row["seconds"]) <= 60 * minutes]
             if 60 * minutes > 1.1 * float(run["seconds"]):
-                done = f"{float(run['return_last100']):.0f}, done"
-                cells.append("" if run["finished"] != "True" or done in cells else done)
+                end = f"{float(run['return_last100']):.0f}, "
+                over = any(", " in cell for cell in cells) or "" in cells
+                stopped = f"stopped after {float(run['seconds']) / 60:.0f}"
+                end += "done" if run["finished"] == "True" else stopped
+                cells.append("" if over else end)
                 continue
             last, games = 0.0, 0
             for row in reversed(before):  # about the last 100 games
@@ -376,8 +394,8 @@ TABLES = {
         "aggregate": aggregate_table,
         "minutes": minutes_table,
         "speed": speed_table,
-        "sizes": sizes_table,
     },
+    "docs/speed.md": {"sizes": sizes_table},
     "results/README.md": {"runs": runs_table},
     "docs/async.md": {"sampler": sampler_table, "native": native_table, "many": many_table},
 }

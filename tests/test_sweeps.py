@@ -179,7 +179,7 @@ def test_reproduce_keeps_cells_apart_whose_names_have_dots(tmp_path):
 
 def test_reproduce_goes_on_after_ctrl_c(tmp_path):
     two = SMALL["parameters"] | {"env-id": {"value": "CartPole-v1"}}
-    sweep = SMALL | {"parameters": two | {"total-timesteps": {"value": 40_000}}}
+    sweep = SMALL | {"parameters": two | {"total-timesteps": {"value": 120_000}}}
     process = start(tmp_path, sweep, "--jobs", "2", "--", "--eval-episodes", "0")
     runs = tmp_path / "runs/small"
     wait_for(lambda: len(list(runs.glob("*/checkpoint.pt"))) == 2)
@@ -187,12 +187,12 @@ def test_reproduce_goes_on_after_ctrl_c(tmp_path):
     code, output = finish(process)
     assert code == 0 and "0 of 2 done, 0 running" in output
     stopped = {p.parent.name: json.loads(p.read_text()) for p in runs.glob("*/result.json")}
-    assert len(stopped) == 2 and all(0 < r["steps"] < 40_000 for r in stopped.values())
+    assert len(stopped) == 2 and not any(r["finished"] for r in stopped.values())
     code, output = finish(start(tmp_path, sweep, "--", "--eval-episodes", "0"))
     assert code == 0 and "2 of 2 done" in output
     for name in stopped:
         assert "going on after step" in (runs / f"{name}.log").read_text()
-        assert json.loads((runs / name / "result.json").read_text())["steps"] > 39_000
+        assert json.loads((runs / name / "result.json").read_text())["finished"]
 
 
 def test_reproduce_reads_every_progress_line():
@@ -488,9 +488,7 @@ def test_ablate_knows_no_such_detail(ablate, monkeypatch, capsys, tmp_path):
     with pytest.raises(SystemExit) as end:
         ablate.main()
     assert end.value.code == 2 and not list(tmp_path.iterdir())
-    assert (
-        "--only: no detail of ppo.py that can be ablated has 'core 70'" in capsys.readouterr().err
-    )
+    assert "--only: ppo.py has no detail 'core 70' that can be ablated" in capsys.readouterr().err
 
 
 def test_ablate_replaces_the_seeds_that_it_trains(ablate, monkeypatch, tmp_path):
