@@ -164,8 +164,10 @@ def scalars(run_dir: str) -> dict[str, list[tuple[int, float]]]:
     """All curves of a run but those of the time that it took."""
     events = EventAccumulator(run_dir, size_guidance={"scalars": 0}).Reload()
     tags = set(events.Tags()["scalars"]) - {"charts/SPS"} - WAITING
+    # In the order of writing: files of one second are read by name, number 10 before number 9.
     # repr: NaN is not equal to itself
-    return {tag: [(e.step, repr(e.value)) for e in events.Scalars(tag)] for tag in tags}
+    curves = {tag: sorted(events.Scalars(tag), key=lambda event: event.wall_time) for tag in tags}
+    return {tag: [(e.step, repr(e.value)) for e in curve] for tag, curve in curves.items()}
 
 
 def hashes(folder: str) -> dict[str, str]:
