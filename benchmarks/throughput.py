@@ -590,10 +590,14 @@ def main() -> None:
     if args.scaling:
         path, key = ROOT / "results" / "scaling.csv", ("num_envs", "kind", "threads")
         rows = {tuple(row[k] for k in key): row for row in read_csv(path)}
+        found = False
         for row in scaling_rows(0.1 if args.quick else 1.0, args.only):
+            found = True
             rows[tuple(str(row[k]) for k in key)] = row | origin
             if not args.quick:
                 write_csv(path, list(rows.values()), list(row | origin))
+        if not found:
+            parser.error(f"--only: no kind of environment has {args.only!r}")
         return
     path = ROOT / "results" / "speed.csv"
     key = ("what", "task", "num_envs", "peer")

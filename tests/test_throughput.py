@@ -31,6 +31,7 @@ def test_a_run_is_timed():
     ("flags", "message"),
     [
         (["--only", "no such case"], "--only: no case of main, quick has 'no such case'"),
+        (["--scaling", "--only", "no kind"], "--only: no kind of environment has 'no kind'"),
         (["--sampler", "--only", "HalfCheetah"], "--only: no case of sampler has 'HalfCheetah'"),
         (["--rounds", "0"], "--rounds: at least 1"),
     ],
