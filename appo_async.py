@@ -621,20 +621,18 @@ def policy_worker(args: Args, shared: Shared, index: int):
         while version != x.version[0]:
             version = int(x.version[0])
             agent.load_state_dict(shared.weights[version % 2].state_dict())
-        slots, steps = x.positions[splits].T
-        # NumPy copies whole images, PyTorch's indexing byte by byte: 8 of them in 7 us, not in 135
+        where = tuple(torch.from_numpy(x.positions[splits].T.copy()))  # slots, steps
         inputs = (
-            torch.from_numpy(array[slots, steps]).flatten(0, 1).to(device)
-            for array in (x.obs, x.hidden, x.dones)
+            t[where].flatten(0, 1).to(device) for t in (shared.obs, shared.hidden, shared.dones)
         )
         with torch.inference_mode():
             action, logprob, _, value, hidden = agent.get_action_and_value(*inputs)
         shape = (len(splits), args.envs_per_split)
-        x.actions[slots, steps] = action.cpu().unflatten(0, shape)
-        x.logprobs[slots, steps] = logprob.cpu().unflatten(0, shape)
-        x.values[slots, steps] = value.cpu().unflatten(0, shape)
-        x.versions[slots, steps] = version  # how old will it be when it is learned from?
-        x.hidden[slots, steps + 1] = hidden.cpu().unflatten(0, shape)
+        shared.actions[where] = action.cpu().unflatten(0, shape)
+        shared.logprobs[where] = logprob.cpu().unflatten(0, shape)
+        shared.values[where] = value.cpu().unflatten(0, shape)
+        shared.versions[where] = version  # how old will it be when it is learned from?
+        shared.hidden[where[0], where[1] + 1] = hidden.cpu().unflatten(0, shape)
         x.answered[splits] = x.asked[splits]
         for worker in set(workers[splits]):
             shared.ring(worker)
