@@ -92,6 +92,7 @@ class Args:
     envs_per_worker: int = 8  # environments in each of them
     num_splits: int = 2  # parts of a worker's environments: one steps while others wait; 1: off
     num_policy_workers: int = 1  # processes that choose the actions
+    learner_threads: int = max(1, min(CORES - 9, torch.get_num_threads()))  # to train with
     num_steps: int = 32  # steps of a trajectory
     anneal_lr: bool = True  # learning rate falls linearly to 0 at total-timesteps
     gamma: float = 0.99  # discount factor
@@ -349,7 +350,7 @@ def wrong_space(env: gym.Env) -> str | None:
 
 
 # === Agent
-TORCH_THREADS = 1  # in each process: they are as many as the cores, or more
+TORCH_THREADS = 1  # in each worker: they are as many as the cores, or more
 AUTO_DEVICES = ("cuda", "mps", "cpu")  # --device auto takes the first that is there
 if sys.platform == "linux":
     # Freed blocks of up to 32 MB stay with this process. The system would take them back, and give
@@ -980,6 +981,7 @@ def check(args: Args) -> None:
     limits = {
         "total_timesteps num_steps num_minibatches update_epochs stop_at": (1, math.inf),
         "num_workers envs_per_worker num_splits num_policy_workers minibatch_size": (1, 10**9),
+        "learner_threads": (1, 1000),
         "clip_coef max_grad_norm target_kl checkpoint_every": (0, math.inf),
         "ent_coef vf_coef seed eval_episodes rho_bar c_bar max_policy_lag reward_scale": (0, 10**9),
         "learning_rate gamma gae_lambda": (0, 1),
@@ -1128,7 +1130,8 @@ def pick_device(args: Args) -> torch.device:
     if device == "cuda" and args.torch_deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-    torch.set_num_threads(TORCH_THREADS)
+    worker = multiprocessing.parent_process() is not None
+    torch.set_num_threads(TORCH_THREADS if worker else args.learner_threads)
     return torch.device(device)
 
 
@@ -1153,15 +1156,15 @@ def open_run(args: Args) -> tuple[dict, SummaryWriter]:
         names["name"] = Path(args.run_dir).name
         wandb_run = {"id": run["wandb_id"], "resume": "allow", "config": asdict(args)}
         run["wandb_id"] = wandb.init(**names, **wandb_run, sync_tensorboard=True, save_code=True).id
+    device, threads = pick_device(args), torch.get_num_threads()
     precision = getattr(args, "precision", "fp32")
     # without oneDNN's bfloat16, PyTorch computes it number by number, 7 times slower than fp32
     onednn = torch.backends.mkldnn.is_available()
     emulated = onednn and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    if precision == "bf16" and pick_device(args).type == "cpu" and emulated:
+    if precision == "bf16" and device.type == "cpu" and emulated:
         precision += ", which this processor lacks: fp32 is many times as fast"
     print(shlex.join(["python", *sys.argv]))
-    choices = f"device {pick_device(args)}, torch threads {TORCH_THREADS}, precision {precision}"
-    print(choices, flush=True)
+    print(f"device {device}, torch threads {threads}, precision {precision}", flush=True)
     if args.resume:
         print(f"going on after step {run['global_step']:,}; the environments start new episodes")
     # purge_step takes back what was logged after the checkpoint

@@ -801,14 +801,15 @@ def open_run(args: Args) -> tuple[dict, SummaryWriter | None]:
         names["name"] = Path(args.run_dir).name
         wandb_run = {"id": run["wandb_id"], "resume": "allow", "config": asdict(args)}
         run["wandb_id"] = wandb.init(**names, **wandb_run, sync_tensorboard=True, save_code=True).id
+    device, threads = pick_device(args), torch.get_num_threads()
     precision = getattr(args, "precision", "fp32")
     # without oneDNN's bfloat16, PyTorch computes it number by number, 7 times slower than fp32
     onednn = torch.backends.mkldnn.is_available()
     emulated = onednn and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    if precision == "bf16" and pick_device(args).type == "cpu" and emulated:
+    if precision == "bf16" and device.type == "cpu" and emulated:
         precision += ", which this processor lacks: fp32 is many times as fast"
     print(shlex.join(["python", *sys.argv]))
-    choices = f"device {pick_device(args)}, torch threads {TORCH_THREADS}, precision {precision}"
+    choices = f"device {device}, torch threads {threads}, precision {precision}"
     print(f"{choices}, processes {WORLD_SIZE}", flush=True)
     if args.resume:
         print(f"going on after step {run['global_step']:,}; the environments start new episodes")

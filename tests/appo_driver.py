@@ -4,16 +4,17 @@
 
 The environment VizdoomLedger-v0 (no ViZDoom: so called, its rewards and pixels arrive unchanged)
 shows who it is and how often it was stepped, and writes that to ledger/ID in shared pages, which
-outlive a kill. The learner compares what it gets with that, and appends to the file `learned`.
-With a learning rate of 0 every ratio is 1, which says that observations, states, actions and
-log-probabilities belong together. After each batch it appends to `filled` how many slots every
-split had filled by then. Each policy worker writes the seed of its noise to `noise`. With FILL=1 in
-the environment, all weights of a version are one number instead, policy workers read them slowly,
-and none may see two numbers. With RUNG=1 nobody looks again without having been rung for: a bell
-that is missing ends the run instead of making it slow; and the learner pauses once, so that all
-slots fill. SLOW=rollout makes every step slow, SLOW=learner every update. Processes write what they
-pickle, and what they write, to `sent`. The network is small: races, not numbers, are wanted. A file
-`fuse` makes the policy workers fail.
+outlive a kill. The learner compares what it gets with that, and appends to the file `learned`. With
+a learning rate of 0 every ratio is 1, which says that observations, states, actions and log-
+probabilities belong together. After each batch it appends to `filled` how many slots every split
+had filled by then. Each policy worker writes the seed of its noise to `noise`, and like the learner
+its number of PyTorch's threads to `threads`. With FILL=1 in the environment, all weights of a
+version are one number instead, policy workers read them slowly, and none may see two numbers. With
+RUNG=1 nobody looks again without having been rung for: a bell that is missing ends the run instead
+of making it slow; and the learner pauses once, so that all slots fill. SLOW=rollout makes every
+step slow, SLOW=learner every update. Processes write what they pickle, and what they write, to
+`sent`. The network is small: races, not numbers, are wanted. A file `fuse` makes the policy workers
+fail.
 """
 
 import functools
@@ -81,7 +82,7 @@ gym.register("VizdoomLedger-v0", Ledger)
 
 
 class SmallAgent(appo_async.Agent):
-    acted = False
+    used = False
 
     def __init__(self, envs, args):
         super().__init__(envs, args)
@@ -89,10 +90,13 @@ class SmallAgent(appo_async.Agent):
         self.network = nn.Sequential(pixels, nn.Linear(3 * 9 * 16, 512), nn.Tanh())
 
     def get_action_and_value(self, x, hidden, done, action=None):
-        if action is None and not SmallAgent.acted:
-            SmallAgent.acted = True
-            with open("noise", "a") as file:
-                print(torch.initial_seed(), file=file)
+        if not SmallAgent.used:
+            SmallAgent.used = True
+            with open("threads", "a") as file:
+                print("policy" if action is None else "learner", torch.get_num_threads(), file=file)
+            if action is None:
+                with open("noise", "a") as file:
+                    print(torch.initial_seed(), file=file)
         if action is not None:
             SmallAgent.batch = x.numpy(), done.numpy(), action.numpy()
         elif Path("fuse").exists():

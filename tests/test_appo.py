@@ -600,7 +600,7 @@ def test_shapes_and_messages(shape, start, tmp_path, monkeypatch):
     monkeypatch.setenv("RUNG", "1")
     argv, *sizes = SHAPES[shape]
     stop = 1536
-    run = start(*LEDGER, *argv, "--stop-at", stop, script=DRIVER)
+    run = start(*LEDGER, *argv, "--learner-threads", 2, "--stop-at", stop, script=DRIVER)
     assert run.ends() == 0, run.err
     learned = Ledger(tmp_path).learned()
     assert sum(map(len, learned.values())) == stop / 8
@@ -609,6 +609,7 @@ def test_shapes_and_messages(shape, start, tmp_path, monkeypatch):
     assert_oldest_first(Ledger(tmp_path), *sizes)
     noise = (tmp_path / "noise").read_text().split()
     assert len(noise) == len(set(noise)) == (2 if shape == "three-splits" else 1)
+    assert set((tmp_path / "threads").read_text().splitlines()) == {"policy 1", "learner 2"}
     assert not (tmp_path / "sent").exists(), (tmp_path / "sent").read_text()
 
 

@@ -250,6 +250,7 @@ APPO = [
     ("num-splits", 3, "3 does not divide 8 environments"),
     ("num-policy-workers", 0, "is not between 1 and"),
     ("num-policy-workers", 1000, "rollout workers ask for actions"),
+    ("learner-threads", 0, "is not between 1 and"),
     ("minibatch-size", 0, "is not between 1 and"),
     ("minibatch-size", 100, "100 samples are not a multiple of --num-steps 32"),
     ("rho-bar", -1, "is not between 0 and"),

@@ -43,8 +43,8 @@ MAY_DIFFER = {
 ARGUMENTS_DIFFER = {
     "appo_async": (
         {"num_envs", "bootstrap_truncated", "vector_mode"},
-        {"num_workers", "envs_per_worker", "num_splits", "num_policy_workers", "minibatch_size"}
-        | {"rho_bar", "c_bar", "max_policy_lag", "rnn", "reward_scale", "serial"},
+        {"num_workers", "envs_per_worker", "num_splits", "num_policy_workers", "learner_threads"}
+        | {"minibatch_size", "rho_bar", "c_bar", "max_policy_lag", "rnn", "reward_scale", "serial"},
     ),
 }
 # the functions of Run that differ, and those that the parent has not
@@ -59,8 +59,10 @@ RUN_DIFFERS = {
     "ppo_lstm": {"check", "evaluate"},
     "ppo_multidiscrete": {"check", "evaluate", "parse"},
     "envpool_ppo": {"check", "try_out"},
-    # sizes, shared memory, lag and waiting on the screen, the GRU's state
-    "appo_async": {"check", "try_out", "shared_megabytes", "log", "evaluate", "parse"},
+    # sizes, shared memory, the learner's threads, lag and waiting on the screen, the GRU's state
+    "appo_async": {
+        *("check", "try_out", "shared_megabytes", "pick_device", "log", "evaluate", "parse"),
+    },
 }
 
 each_script = pytest.mark.parametrize("name", SCRIPTS)
