@@ -104,8 +104,9 @@ def breakout_whole() -> None:
     for number, row in enumerate(ends):
         mean, std = float(row["mean"]), float(row["std"])
         beside.errorbar(number, mean, yerr=std, color="0.3", fmt="o", ms=3)
-        name = row["source"] + " EnvPool" * (row["script"] == "envpool_ppo")
-        names.append(name + ", scan" * ("_scan.py" in row["note"]))
+        name, *details = row["source"].split(" in ")
+        name += " EnvPool" * (row["script"] == "envpool_ppo")
+        names.append(", ".join((name, *details)) + " scan" * ("_scan.py" in row["note"]))
     beside.set_xticks(range(len(names)), names, fontsize=6.5, rotation=90)
     beside.set_xlim(-0.7, len(names) - 0.3)
     beside.tick_params(left=False)
@@ -252,7 +253,10 @@ def speed() -> None:
     """How many times as fast as the peer, a bar for each case of the README's table of speeds."""
     names = {"sb3": "Stable-Baselines3", "sample_factory": "Sample Factory, equal settings"}
     rows = [row for row in read_csv(RESULTS / "speed.csv") if row["peer"] in names]
-    bars = [row for row in rows if int(row["rounds"]) > 1 or row["peer"] != "sb3"]  # else: sizes
+    cases: dict[tuple, dict] = {}
+    for row in rows:  # behind the first of a kind come others with more or fewer environments
+        cases.setdefault((row["what"], row["task"]), row)
+    bars = [*cases.values()]
     figure, axes = plt.subplots(figsize=(9, 0.26 * len(bars) + 0.9), dpi=150)
     for y, row in enumerate(reversed(bars)):
         ratio, low, high = map(float, re.findall(r"[\d.]+", row["ratio"]))
