@@ -3,7 +3,12 @@
 The policy is a function of the picture, so that all that follows can be played again elsewhere.
 """
 
+import csv
+import importlib.metadata
+import platform
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -179,6 +184,19 @@ def test_a_part_of_a_pool_comes_in_the_order_asked_for(script):
             pool.send(np.zeros(len(env_id), np.int32), np.array(env_id, np.int32))
             *_, info = pool.recv()
             assert info["env_id"].tolist() == env_id
+
+
+def test_breakout_is_the_game_of_older_versions():
+    """CleanRL's results with EnvPool 0.6 are held against ours: the game has to be the same one."""
+    command = [sys.executable, ROOT / "benchmarks/peers/envpool_versions.py"]
+    played = subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+    with open(ROOT / "results/envpool_versions.csv", newline="") as file:
+        rows = {row["version"]: list(row.values()) for row in csv.DictReader(file)}
+    assert rows.keys() >= {"0.6.6", importlib.metadata.version("envpool")}
+    for version, row in rows.items():
+        if platform.machine() != "x86_64":  # pixels may be averaged in another order
+            row[4] = played.split(",")[4]
+        assert played.split(",")[1:] == row[1:], version
 
 
 def test_a_game_that_ends_behind_a_lost_life(script):
