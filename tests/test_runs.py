@@ -886,6 +886,25 @@ def test_what_is_forbidden_is_never_done():
     assert min(sync["returns"]) >= 8  # both switches, in every other step
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere PyTorch has another OpenMP")
+@pytest.mark.parametrize(
+    "name", [name for name in SCRIPTS if "[beyond 4] Every" in source_of(name)]
+)
+def test_threads_spin_shortly_beside_processes(name):
+    """PyTorch's OpenMP says what it has read, which it does once, when PyTorch is imported."""
+
+    def spins(*flags: str, **environment: str) -> str:
+        env = os.environ | {"OMP_DISPLAY_ENV": "verbose", **environment}
+        command = [sys.executable, str(ROOT / f"{name}.py"), *flags, "--help"]
+        done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+        (line,) = (line for line in done.stderr.splitlines() if "GOMP_SPINCOUNT" in line)
+        return line.split("'")[1]
+
+    assert spins("--vector-mode", "async") == spins("--vector_mode=async") == "20000"
+    assert spins() == spins("--vector-mode", "sync", "--run-dir", "async") != "20000"
+    assert spins("--vector-mode", "async", GOMP_SPINCOUNT="7") == "7"  # the user's own
+
+
 # === Learning
 
 
