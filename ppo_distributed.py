@@ -46,7 +46,7 @@ from typing import Literal, NoReturn
 
 if "mode async" in " ".join(sys.argv).replace("=", " "):
     # PyTorch's idle threads spin for some ms before they sleep, on cores where games are to be
-    # played. With 0.2 ms --vector-mode async is 1.1 times as fast. Read when PyTorch is imported.
+    # played. With 0.5 ms --vector-mode async is 1.1 times as fast. Read when PyTorch is imported.
     os.environ.setdefault("GOMP_SPINCOUNT", "20000")
 
 try:
