@@ -894,7 +894,8 @@ def test_threads_spin_shortly_beside_processes(name):
     """PyTorch's OpenMP says what it has read, which it does once, when PyTorch is imported."""
 
     def spins(*flags: str, **environment: str) -> str:
-        env = os.environ | {"OMP_DISPLAY_ENV": "verbose", **environment}
+        env = os.environ | {"OMP_DISPLAY_ENV": "verbose", "GOMP_SPINCOUNT": "", **environment}
+        env = {key: value for key, value in env.items() if value}  # whatever is set around here
         command = [sys.executable, str(ROOT / f"{name}.py"), *flags, "--help"]
         done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
         (line,) = (line for line in done.stderr.splitlines() if "GOMP_SPINCOUNT" in line)
