@@ -677,10 +677,9 @@ if __name__ == "__main__":
     args = parse()
     try:
         evaluate(args, load("evaluate", args.evaluate)) if args.evaluate else train(args)
-    except (FloatingPointError, OSError, EOFError) as error:  # a gradient gone wrong, a full disk
-        disk = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
-        other = isinstance(error, EOFError) or getattr(error, "errno", None) not in (None, *disk)
-        if other and not STOP:  # a signal may have ended the environments' processes as well
+    except (FloatingPointError, OSError) as error:  # a gradient gone wrong, a full disk
+        disk = (None, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
+        if getattr(error, "errno", None) not in disk:
             raise  # the disk is not to blame: perhaps the environment is
         sys.unraisablehook = lambda _: None  # of what can no longer be closed
         sys.exit(f"error: {str(error) or repr(error)}; what was saved in {args.run_dir} is kept")

@@ -7,8 +7,12 @@ never at how it is written.
 import ast
 import copy
 import itertools
+import multiprocessing.connection
+import os
 import re
+import threading
 import tomllib
+from dataclasses import replace
 from types import SimpleNamespace
 
 import detail_probes
@@ -28,7 +32,6 @@ from detail_probes import (
     value_of,
     watch,
 )
-from gymnasium.vector import AutoresetMode
 from torch import nn
 from torch.nn import functional as F
 
@@ -869,29 +872,80 @@ def test_beyond_03_compile(script, tmp_path, monkeypatch):
     assert shapes == rollout + [8] * len(seen.minibatches)
 
 
+def same(a, b) -> bool:
+    """Say whether two infos are equal, whatever is in them, but for the seconds of an episode."""
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a.keys() - {"t"})
+    if isinstance(a, np.ndarray) and a.dtype == object:
+        return a.shape == b.shape and all(map(same, a, b))
+    return np.array_equal(a, b) and np.asarray(a).dtype == np.asarray(b).dtype
+
+
+class TellingAtari(ScriptedAtari):
+    """Games of which no two are alike, that say what was done and in the end what was drawn."""
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        if seed is not None:
+            self.script = (3,) * self.np_random.integers(100, 140) + (0,)
+        return self.np_random.integers(256, size=(210, 160, 3), dtype=np.uint8), {"new": 1}
+
+    def step(self, action):
+        obs, _, *ends, _ = super().step(action)
+        info = {"action": action, "parts": {"frame": self.frame}}
+        if any(ends):
+            info["drawn"] = self.np_random.random(2)
+        return obs, float(np.sum(action)), *ends, info
+
+
+class ThreadContext:
+    """A context of multiprocessing whose processes are threads, each with its own end of a pipe."""
+
+    Pipe = staticmethod(multiprocessing.Pipe)
+
+    def __init__(self):
+        self.started = 0
+
+    def Process(self, target, args, daemon):
+        def run(pipe, *args):
+            with multiprocessing.connection.Connection(pipe) as pipe:
+                target(pipe, *args)
+
+        self.started += 1
+        pipe, *args = args
+        thread = threading.Thread(target=run, args=(os.dup(pipe.fileno()), *args), daemon=daemon)
+        thread.kill, thread.exitcode = lambda: None, 1
+        return thread
+
+
 @shown_by("beyond 4")
 def test_beyond_04_vector_mode(script, monkeypatch):
-    made = []
-
-    class FakeAsync(gym.vector.SyncVectorEnv):
-        """Keeps how it was made, and needs no processes."""
-
-        def __init__(self, env_fns, context=None, autoreset_mode=AutoresetMode.NEXT_STEP, **kwargs):
-            made.append(
-                {"envs": len(env_fns), "context": context, "mode": autoreset_mode, **kwargs}
-            )
-            super().__init__(env_fns, autoreset_mode=autoreset_mode)
-
-    monkeypatch.setattr(gym.vector, "AsyncVectorEnv", FakeAsync)
-    env_id = register_game(script)
-    first = {}
-    for mode in ("sync", "async"):
-        args = script.Args(env_id=env_id, vector_mode=mode)
-        envs, first[mode], *_ = script.make_envs(args, 3, 5)
-        assert isinstance(envs, FakeAsync) == (mode == "async")
-        assert [env.unwrapped.np_random_seed for env in envs.envs] == [5, 6, 7]
-    assert np.array_equal(first["sync"], first["async"])
-    (options,) = made
-    # a fork of a process that runs torch's threads can hang
-    assert options.pop("context") in ("forkserver", "spawn")
-    assert options == {"envs": 3, "mode": AutoresetMode.SAME_STEP}
+    contexts = {how: ThreadContext() for how in ("fork", "forkserver", "spawn")}
+    monkeypatch.setattr(multiprocessing, "get_context", contexts.get)
+    gym.registry.pop("TellingAtari-v0", None)
+    spaces = {"action_space": ACTION_SPACES.get(script.__name__)}
+    gym.register("TellingAtari-v0", TellingAtari, kwargs=spaces)
+    args = script.Args(env_id="TellingAtari-v0", vector_mode="async")
+    for cores, processes in ((1, 1), (4, 4), (64, 6)):
+        monkeypatch.setattr(script, "CORES", cores)
+        sync, *first = script.make_envs(replace(args, vector_mode="sync"), 6, 5)
+        assert not any(context.started for context in contexts.values())
+        envs, *first_here = script.make_envs(args, 6, 5)
+        # a fork of a process that runs torch's threads can hang
+        assert contexts["fork"].started == 0
+        assert sum(context.started for context in contexts.values()) == processes
+        assert all(map(same, first, first_here))
+        for name in ("num_envs", "single_observation_space", "single_action_space", "action_space"):
+            assert getattr(envs, name) == getattr(sync, name)
+        sync.action_space.seed(1)
+        scores = []
+        for _ in range(150 // (1 if script.__name__ == "ppo_multidiscrete" else 4)):
+            actions = sync.action_space.sample()
+            outcome = sync.step(actions)
+            assert all(map(same, outcome, envs.step(actions)))
+            scores += script.finished_episodes(outcome[-1])
+        assert {i for i, _, _ in scores} == {0, 1, 2, 3, 4, 5}
+        envs.close()
+        assert not any(thread.is_alive() for thread in envs.processes)
+        for context in contexts.values():
+            context.started = 0

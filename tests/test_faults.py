@@ -52,6 +52,13 @@ def session(process: Forked) -> list[int]:
     return alive
 
 
+def workers(process: Forked) -> list[int]:
+    """Those that step environments: the forks of the process that multiprocessing forks from."""
+    pids = session(process)
+    names = {pid: Path(f"/proc/{pid}/cmdline").read_text() for pid in pids}
+    return [pid for pid in pids if "forkserver" in names[pid]][1:]
+
+
 def kill_all(pids: list[int]) -> None:
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
@@ -251,24 +258,10 @@ def test_ctrl_c_reaches_every_process(name, argv, size, start, tmp_path):
     survives_signal_to_all(signal.SIGINT, name, argv, size, start, tmp_path)
 
 
-def test_sigterm_spares_vizdoom(start, tmp_path):
-    """As from systemd, Slurm and timeout, to all processes: the games go on until all is saved."""
-    survives_signal_to_all(signal.SIGTERM, *DOOMS.values, start, tmp_path)
-
-
-@pytest.mark.parametrize(("name", "argv", "size"), [WORKERS, BOTH])
-def test_sigterm_that_reaches_every_process(name, argv, size, start, tmp_path):
-    """As from systemd, Slurm and timeout. The environments' processes end at once: no traceback."""
-    process = start(name, "--run-dir", "run", *argv, "--checkpoint-every", 0)
-    wait_for(lambda: saved(tmp_path / "run"), "checkpoint")
-    assert len(session(process)) >= size
-    os.killpg(process.pid, signal.SIGTERM)
-    _, stderr = process.communicate(timeout=PATIENCE)
-    assert "Traceback" not in stderr and stderr.count("error: ") == (process.returncode != 0)
-    if process.returncode:  # else the iteration ended before the processes were asked again
-        assert stderr.strip().endswith("what was saved in run is kept")
-    assert checkpoint(name, tmp_path / "run")["global_step"] > 0
-    wait_for(lambda: not session(process), "end of all processes", timeout=patience(10))
+@pytest.mark.parametrize(("name", "argv", "size"), [WORKERS, DOOMS, BOTH])
+def test_sigterm_reaches_every_process(name, argv, size, start, tmp_path):
+    """As from systemd, Slurm and timeout: games and their processes go on until all is saved."""
+    survives_signal_to_all(signal.SIGTERM, name, argv, size, start, tmp_path)
 
 
 EARLY = [
@@ -299,6 +292,37 @@ def test_error_with_workers(start, tmp_path):
     assert stderr.splitlines()[-1].startswith("error: the gradient is not finite")  # after warnings
     assert "Traceback" not in stderr
     wait_for(lambda: not session(process), "end of all workers", timeout=patience(10))
+
+
+def test_error_in_a_worker(start, tmp_path):
+    """Where it happened, and what is left, are on the screen."""
+    game = ("--env-id", "faulty_envs:FuseAtari-v0", "--checkpoint-every", 0)
+    process = start("ppo_atari", "--run-dir", "run", *ASYNC, *game)
+    wait_for(lambda: saved(tmp_path / "run"), "checkpoint")
+    (tmp_path / "fuse").touch()
+    _, stderr = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 1
+    assert "faulty_envs.py" in stderr and "RuntimeError: the fuse" in stderr
+    wanted = (
+        "error: a process with environments has ended, exit code 1; what was saved in run is kept"
+    )
+    assert stderr.splitlines()[-1] == wanted
+    wait_for(lambda: not session(process), "end of all workers", timeout=patience(10))
+
+
+@pytest.mark.parametrize(("name", "argv", "size"), [WORKERS, BOTH])
+def test_killed_worker(name, argv, size, start, tmp_path):
+    """As the kernel does it when memory is short. The ViZDoom that it played stays behind."""
+    process = start(name, "--run-dir", "run", *argv, "--checkpoint-every", 0)
+    wait_for(lambda: saved(tmp_path / "run"), "checkpoint")
+    assert len(session(process)) >= size
+    os.kill(workers(process)[-1], signal.SIGKILL)
+    assert process.wait(patience(10)) == 1
+    wait_for(lambda: not workers(process), "end of all workers", timeout=patience(10))
+    kill_all(session(process))
+    _, stderr = process.communicate(timeout=patience(10))
+    problem = "a process with environments has ended, exit code -9"
+    assert stderr == f"error: {problem}; what was saved in run is kept\n"
 
 
 # === Full disks

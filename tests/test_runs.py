@@ -887,9 +887,7 @@ def test_what_is_forbidden_is_never_done():
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere PyTorch has another OpenMP")
-@pytest.mark.parametrize(
-    "name", [name for name in SCRIPTS if "[beyond 4] Every" in source_of(name)]
-)
+@pytest.mark.parametrize("name", [name for name in SCRIPTS if "[beyond 4] Env" in source_of(name)])
 def test_threads_spin_shortly_beside_processes(name):
     """PyTorch's OpenMP says what it has read, which it does once, when PyTorch is imported."""
 
