@@ -483,7 +483,7 @@ def loop_rate(name: str, num_envs: int, threads: int, steps: float, flags=()) ->
 
 KINDS = {  # of vector environments: smallest and largest number, and whether it has threads
     "ppo_atari.py": (1, 256, False),
-    "ppo_atari.py --vector-mode async": (1, 64, False),
+    "ppo_atari.py --vector-mode async": (1, 256, False),
     "ale-py's vector environment": (1, 256, True),
     "EnvPool": (1, 256, True),
     "EnvPool, whichever half is ready": (2, 256, True),
