@@ -337,7 +337,7 @@ def make_envs(args: Args, num_envs: int, seed: int, frozen: dict | None = None):
     if args.vector_mode == "async":
         # [beyond 4] Environments in processes, one for each core, forked from one that has imported
         # torch, which saves 30 MB in each. One process for each game, as AsyncVectorEnv has it, is
-        # 0.9 times as fast with 8 games on two cores, and takes 66 MB more for each.
+        # 0.9 times as fast with 8 games on two cores, and takes 60 MB more for each.
         multiprocessing.set_forkserver_preload(["torch", "tyro", "tensorboard"])
         # Signals are for the process that saves: the others are born with them blocked. The tracker
         # comes first, because its start would unblock them.
