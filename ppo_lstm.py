@@ -256,7 +256,10 @@ class RemoteEnv(gym.Env):
 
 
 class ProcessVectorEnv(gym.vector.SyncVectorEnv):
-    """SyncVectorEnv over one process for each core: environment i is in process i % cores."""
+    """SyncVectorEnv over one process for each core: environment i is in process i % cores.
+
+    They are reset once, with the seed that they are made with.
+    """
 
     def __init__(self, make: list, seed: int, **kwargs):
         context, n = multiprocessing.get_context("forkserver"), min(CORES, len(make))

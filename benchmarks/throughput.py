@@ -400,10 +400,9 @@ def row_of(case: Case, results: list[dict]) -> dict:
 
 
 # a visit takes in what some environments have done, sends them on, and says how many they were
-def visit_all(envs, act):
+def visit_all(envs, act, obs):
     """Visit a vector environment, all of it at once."""
-    obs = envs.reset()
-    obs = obs[0] if isinstance(obs, tuple) else obs
+    obs = envs.reset()[0] if obs is None else obs
 
     def visit() -> int:
         nonlocal obs
@@ -413,9 +412,9 @@ def visit_all(envs, act):
     return visit
 
 
-def visit_halves(envs, act):
+def visit_halves(envs, act, obs):
     """Visit one half of envpool_ppo.py's environments after the other."""
-    obs, turns = envs.reset(), itertools.count()
+    turns = itertools.count()
     for p, here in enumerate(envs.slices):
         envs.send(act(obs[here]), p)
 
@@ -428,7 +427,7 @@ def visit_halves(envs, act):
     return visit
 
 
-def visit_first(pool, act):
+def visit_first(pool, act, _):
     """Visit the environments of EnvPool that are ready first: its own asynchronous mode."""
     pool.async_reset()
 
@@ -518,22 +517,23 @@ def scaling_row(kind: str, n: int, threads: int, seconds: float) -> dict:
 
     def make():
         if kind == "ale-py's vector environment":
-            return gym.make_vec("ALE/Breakout-v5", num_envs=n, num_threads=threads)
+            return gym.make_vec("ALE/Breakout-v5", num_envs=n, num_threads=threads), None
         if kind.startswith("EnvPool"):
             sizes = {"batch_size": n // 2} if "half" in kind else {}
-            return envpool.make_gymnasium("Breakout-v5", num_envs=n, num_threads=threads, **sizes)
+            pool = envpool.make_gymnasium("Breakout-v5", num_envs=n, num_threads=threads, **sizes)
+            return pool, None
         name, *flags = kind.replace(".py", "").split()
         flags += ["--num-threads", str(threads)] if name == "envpool_ppo" else []
         script, args = arguments(Case(name, "Breakout", n, flags))
-        return script.make_envs(args, n, 1)[0]
+        return script.make_envs(args, n, 1)  # and their first observations
 
     visiting = visit_first if "half" in kind else visit_halves if HALVES[0] in kind else visit_all
     rates, memory = {"alone": [], "with_policy": [], "loop": []}, None
     for _ in range(3):
         for name, act in (("alone", at_random), ("with_policy", by_policy)):
             before = tree_memory(os.getpid())
-            envs = make()
-            visit = visiting(envs, act)
+            envs, obs = make()
+            visit = visiting(envs, act, obs)
             rates[name].append(visit() * rate(visit, seconds))
             # of the first ones: those after them find memory that is free but not given back
             memory = tree_memory(os.getpid()) - before if memory is None else memory
