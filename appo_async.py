@@ -8,8 +8,8 @@
 # ///
 """Asynchronous Proximal Policy Optimization (APPO), the architecture of Sample Factory.
 
-Petrenko et al. 2020, arXiv 2006.11751. Three kinds of processes, and none of them waits for
-anything but data:
+Petrenko et al. 2020, arXiv 2006.11751. Three kinds of processes, each of which waits for nothing
+but data (and a rollout worker for a place to put them):
 
     rollout workers  step environments; they hold no network
     policy workers   choose the actions of all rollout workers, in batches, with the newest weights
@@ -102,9 +102,9 @@ class Args:
     update_epochs: int = 1  # passes over the batch in one update
     rho_bar: float = 1.0  # V-trace: bound of the ratio that weighs a temporal difference
     c_bar: float = 1.0  # V-trace: bound of the ratio that carries one back in time
-    max_policy_lag: int = 1000  # updates after which a sample is left out; all of them: an error
+    max_policy_lag: int = 1000  # updates after which a sample is left out; if all are, an error
     norm_adv: bool = True  # normalize advantages, minibatch by minibatch
-    clip_coef: float = 0.1  # how far the ratio (and the value) may move
+    clip_coef: float = 0.1  # a ratio (or value) that moves further earns nothing more
     anneal_clip_coef: bool = False  # clip-coef falls linearly to 0 as well
     clip_vloss: bool = True  # clip the value loss
     ent_coef: float = 0.01  # weight of the entropy bonus
@@ -278,8 +278,8 @@ class DoomFrame(gym.ObservationWrapper):
 def make_envs(args: Args, num_envs: int, seed: int, frozen: dict | None = None):
     """Make num_envs environments, environment i seeded with seed + i.
 
-    frozen: the checkpoint that is evaluated, None in training. Only its first game is filmed, for
-    every frame of a film is kept in memory until the game ends.
+    frozen: the checkpoint that is evaluated, None in training. Only its first game is filmed,
+    since every frame of a film is kept in memory until the game ends.
     Returns the vector environment and its first observations, (num_envs, *observation_shape).
     """
 
@@ -330,7 +330,7 @@ def finished_episodes(infos: dict):
 
 
 def wrong_space(env: gym.Env) -> str | None:
-    """Say what in this environment does not fit this file, and which does. None if all fits."""
+    """Say what in this environment this file cannot use, and which file can. None if all fits."""
     obs_space, action_space = env.observation_space, env.action_space
     doom = env.spec is not None and env.spec.id.startswith("Vizdoom")
     image = obs_space.dtype == np.uint8 and len(obs_space.shape) == 3 and obs_space.shape[2] == 3
@@ -429,7 +429,7 @@ class Agent(nn.Module):
         return torch.cat(outputs).flatten(0, 1), hidden
 
     def initial_state(self, num_envs):
-        # [lstm 2] The state is zero at the start of a run
+        # for an evaluation; in training, play() begins with zeros
         return self.critic.weight.new_zeros(num_envs, 512 if self.gru else 0)
 
     def get_action_and_value(self, x, hidden, done, action=None):
@@ -505,16 +505,16 @@ class Shared:
 
     Each split, some of a worker's environments, has slots for trajectories, and fills them in turn.
     Four counters for each split say whose turn it is. Each has one writer, and is written after
-    what it speaks of. So nothing needs a lock, nor any repair when a worker is killed: what it had
-    finished counts, and what it had begun does not.
+    what it speaks of (x86 keeps this order; ARM: docs/async.md). So nothing needs a lock, nor any
+    repair when a worker is killed: what it had finished counts, and what it had begun does not.
 
     asked, answered: while they differ, a rollout worker waits and a policy worker acts.
     filled, consumed: the slots from consumed to filled are the learner's, the others the worker's.
     """
 
     def __init__(self, args: Args, agent: Agent, obs_shape: tuple[int, ...]):
-        # [appo 1] Trajectories in shared memory: everything is written once, where it will be read
-        # (slots, steps, environments), with one step more for what the bootstrap needs
+        # [appo 1] Trajectories in shared memory, written where they will be read: slot, step,
+        # environment; with one step more, for the observation to bootstrap from
         shape = (args.total_splits * args.slots_per_split, args.num_steps + 1, args.envs_per_split)
         self.obs = torch.zeros(shape + obs_shape, dtype=torch.uint8)
         self.dones = torch.zeros(shape)  # 1: the observation is the first of a new episode
@@ -566,6 +566,7 @@ def play(args: Args, shared: Shared, split: int):
     policy = args.num_workers + worker % args.num_policy_workers
     seed = args.seed + split * args.envs_per_split + int(x.version[0]) * args.batch_size
     envs, next_obs = make_envs(args, args.envs_per_split, seed)
+    # [lstm 2] The state is zero at the start of a run, and of a worker that replaces another
     next_done, next_hidden = 0.0, 0.0
     try:
         while True:
@@ -582,7 +583,7 @@ def play(args: Args, shared: Shared, split: int):
                 shared.ring(policy)
                 while x.answered[split] != x.asked[split]:
                     yield
-                # what acts was the newest when it was asked: else lag would grow without end
+                # what acts was the newest when it was asked, or lag could grow without end
                 if (behind := newest - x.versions[slot, step, 0]) > 0:
                     raise TimeoutError(f"policy workers do not get new weights: {behind} behind")
                 next_obs, reward, terminated, truncated, infos = envs.step(x.actions[slot, step])
@@ -617,8 +618,8 @@ def policy_worker(args: Args, shared: Shared, index: int):
         if not splits.size:
             yield
             continue
-        # The newest weights before every batch of actions, also in the middle of a trajectory.
-        # If there are newer ones at the end, these may have been overwritten meanwhile: once more.
+        # The newest weights before every batch of actions, also in the middle of a trajectory. If
+        # newer ones have come out meanwhile, what was copied may be half overwritten: copy again.
         while version != x.version[0]:
             version = int(x.version[0])
             agent.load_state_dict(shared.weights[version % 2].state_dict())
@@ -860,7 +861,7 @@ def train(args: Args) -> dict:
         b_obs, b_dones, b_actions, b_logprobs = map(rows, (obs, dones, actions, logprobs))
         b_advantages, b_returns, b_values = map(rows, (advantages, returns, values))
         b_valid = rows(lag <= args.max_policy_lag)
-        # [lstm 5] States are rebuilt in every epoch from that before the trajectory's first step
+        # [lstm 5] Every epoch rebuilds the states, from the one before the trajectory's first step
         b_hidden = rows(hidden)[0]
 
         stats = []
@@ -915,7 +916,7 @@ def train(args: Args) -> dict:
 
                 optimizer.zero_grad()
                 loss.backward()
-                # [core 11] Global gradient clipping: all parameters together, to one length
+                # [core 11] Global gradient clipping: all gradients together, to at most this length
                 grad_norm = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
                 if not torch.isfinite(grad_norm):  # the step would spoil every weight
                     raise FloatingPointError(f"the gradient is not finite after step {global_step}")
@@ -966,7 +967,7 @@ def train(args: Args) -> dict:
 
 
 # === Run
-STOP = []  # the signals that have asked this run to end
+STOP = []  # what has asked this run to end
 SCRIPT = Path(__file__).stem
 
 
@@ -1016,6 +1017,8 @@ def check(args: Args) -> None:
     folder = Path(args.run_dir or "runs").absolute()
     if not (args.resume or args.evaluate) and os.path.exists(folder / "checkpoint.pt"):
         fail("run_dir", f"{folder} holds a run: --resume it, or choose another directory")
+    if any(len(os.fsencode(name)) > 255 for name in folder.parts):
+        fail("run_dir", "a directory's name has at most 255 bytes: choose a shorter one")
     folder = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
     writes = not args.evaluate or args.capture_video
     if writes and not (os.path.isdir(folder) and os.access(folder, os.W_OK)):
@@ -1086,7 +1089,8 @@ def load(flag: str, run_dir: str) -> dict:
         if (script := run["script"]) == SCRIPT:
             run["args"] = Args(**run["args"])
             known = "global_step seconds episodes returns wandb_id agent optimizer rng"
-            assert run.keys() >= set(known.split())
+            if missing := set(known.split()) - run.keys():
+                raise ValueError(f"no {missing}")
     except Exception as error:  # a damaged file can fail in any way
         # a TypeError names the argument that Args does not have, in a file that has been changed
         problem = error if isinstance(error, TypeError) else type(error).__name__
@@ -1117,6 +1121,8 @@ def restore(run: dict, agent: nn.Module, optimizer: torch.optim.Optimizer) -> No
     if "agent" in run:  # a new run has none
         agent.load_state_dict(run["agent"])
         optimizer.load_state_dict(run["optimizer"])
+        # first anew, for a device whose state is not saved (MPS), or was another one's
+        torch.manual_seed(run["args"].seed + run["global_step"])
         torch.set_rng_state(run["rng"][0])
         if len(run["rng"]) == torch.cuda.device_count() + 1:
             torch.cuda.set_rng_state_all(run["rng"][1:])
@@ -1141,6 +1147,8 @@ def open_run(args: Args) -> tuple[dict, SummaryWriter]:
     run = {"global_step": 0, "seconds": 0.0, "episodes": 0, "returns": [], "wandb_id": None}
     if args.resume:
         run = load("resume", args.resume)
+    # speed is that of this process: a run that is resumed may be slower or faster from there on
+    run["start"] = run["global_step"], run["seconds"]
     name = f"{args.env_id}__{SCRIPT}__{args.seed}__{int(1000 * time.time())}"
     name = re.sub("[/:]", "-", name)
     chosen = args.resume or args.run_dir
@@ -1172,10 +1180,23 @@ def open_run(args: Args) -> tuple[dict, SummaryWriter]:
     return run, SummaryWriter(args.run_dir, purge_step=purge_step)
 
 
+def show(text: str) -> None:
+    """Print without a newline. If nobody can read it any more, the run is to save and end."""
+    try:
+        print(text, end="", flush=True)
+    except RuntimeError:  # a signal has come while something was printed
+        pass
+    except BrokenPipeError as error:  # in `python FILE | tee log`, Ctrl-C ends tee as well
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        STOP.append(error)
+
+
 def log(args: Args, run: dict, writer: SummaryWriter, metrics: dict, last: bool) -> None:
     """Write an iteration's metrics to TensorBoard, and keep the progress line up to date."""
     run["returns"] = run["returns"][-100:]  # all that return_last100 needs
-    step, sps, live = run["global_step"], run["global_step"] / run["seconds"], sys.stdout.isatty()
+    first_step, first_seconds = run["start"]
+    step, live = run["global_step"], sys.stdout.isatty()
+    sps = (step - first_step) / (run["seconds"] - first_seconds)
     for name, value in {**metrics, "charts/SPS": sps}.items():
         writer.add_scalar(name, value, step)
     if last or time.time() - run.get("shown", 0) > (0.2 if live else 10):
@@ -1190,13 +1211,13 @@ def log(args: Args, run: dict, writer: SummaryWriter, metrics: dict, last: bool)
         line += f" | lag {lag} | waiting {waiting} | {left} left"
         start, end = ("\r\033[K", "\n" if last else "") if live else ("", "\n")
         width = shutil.get_terminal_size().columns - 1 if live else None
-        print(start + line[:width], end=end, flush=True)
+        show(start + line[:width] + end)
 
 
 def evaluate(args: Args, run: dict) -> list[float]:
     """Play one whole game in each of --eval-episodes environments; returns the raw scores.
 
-    One game each, for the first games to end would be the short ones. Actions are sampled as in
+    One game each: the first games to end would be the short ones. Actions are sampled as in
     training, but from a random stream of its own: evaluating changes no training.
     """
     print(f"playing {args.eval_episodes} games", flush=True)
@@ -1288,10 +1309,10 @@ def parse(argv: list[str] | None = None) -> Args:
 
 def request_stop(signum: int, frame: object) -> None:
     """End the run after this iteration. A second signal ends it at once."""
-    print("\nstopping soon; a second signal ends at once", flush=True)
     STOP.append(signum)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    show("\nstopping soon; a second signal ends at once\n")
 
 
 if __name__ == "__main__":

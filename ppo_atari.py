@@ -46,7 +46,7 @@ from typing import Literal, NoReturn
 
 if "mode async" in " ".join(sys.argv).replace("=", " "):
     # PyTorch's idle threads spin for 7 ms before they sleep, on cores where games are to be played.
-    # With 0.5 ms ppo_atari.py is 1.05 (fp32) to 1.09 times (bf16) as fast. PyTorch reads it once.
+    # With 0.5 ms ppo_atari.py is 1.06 (fp32) to 1.16 times (bf16) as fast. PyTorch reads it once.
     os.environ.setdefault("GOMP_SPINCOUNT", "20000")
 
 try:
@@ -80,14 +80,14 @@ class Args:
     num_minibatches: int = 4  # parts into which each epoch cuts the batch
     update_epochs: int = 4  # passes over the batch in one update
     norm_adv: bool = True  # normalize advantages, minibatch by minibatch
-    clip_coef: float = 0.1  # how far the ratio (and the value) may move
+    clip_coef: float = 0.1  # a ratio (or value) that moves further earns nothing more
     anneal_clip_coef: bool = False  # clip-coef falls linearly to 0 as well
     clip_vloss: bool = True  # clip the value loss
     ent_coef: float = 0.01  # weight of the entropy bonus
     vf_coef: float = 0.5  # weight of the value loss
     max_grad_norm: float = 0.5  # a longer gradient is scaled down to this length
     target_kl: float | None = None  # stop the epochs of an update above this KL (0.01 is usual)
-    bootstrap_truncated: bool = False  # a time limit is no end: add the value of what it cut off
+    bootstrap_truncated: bool = False  # at a time limit, add the value of the last observation
     precision: Literal["fp32", "bf16"] = "fp32"  # bf16: the convolutional network in bfloat16
     vector_mode: Literal["sync", "async"] = "sync"  # async: in processes, one for each core
 
@@ -239,7 +239,7 @@ def play(pipe, make_share, seeds) -> None:
 
 
 class RemoteEnv(gym.Env):
-    """An environment in another process, whose answers are here before it is asked."""
+    """An environment in another process; its answers arrive before anyone asks for them."""
 
     def __init__(self, answers: list):
         self.answers = answers
@@ -300,8 +300,8 @@ class ProcessVectorEnv(gym.vector.SyncVectorEnv):
 def make_envs(args: Args, num_envs: int, seed: int, frozen: dict | None = None):
     """Make num_envs environments, environment i seeded with seed + i.
 
-    frozen: the checkpoint that is evaluated, None in training. Only its first game is filmed, for
-    every frame of a film is kept in memory until the game ends.
+    frozen: the checkpoint that is evaluated, None in training. Only its first game is filmed,
+    since every frame of a film is kept in memory until the game ends.
     Returns the vector environment and its first observations, (num_envs, *observation_shape).
     """
 
@@ -352,7 +352,7 @@ def finished_episodes(infos: dict):
 
 
 def wrong_space(env: gym.Env) -> str | None:
-    """Say what in this environment does not fit this file, and which does. None if all fits."""
+    """Say what in this environment this file cannot use, and which file can. None if all fits."""
     obs_space, action_space = env.observation_space, env.action_space
     if obs_space.dtype != np.uint8 or len(obs_space.shape) != 3 or obs_space.shape[2] != 3:
         return f"observations must be RGB images, not {obs_space}: flat ones fit ppo.py"
@@ -513,8 +513,8 @@ def train(args: Args) -> dict:
             rewards[step] = tensor(reward, torch.float32)
 
             if args.bootstrap_truncated and (cut := truncated & ~terminated).any():
-                # [beyond 1] An episode that a time limit cut off would have gone on. What that
-                # would be worth joins its last reward, since GAE sees an end there and stops.
+                # [beyond 1] An episode that a time limit cut off would have gone on. The value of
+                # what would have come is added to its last reward, since GAE stops there.
                 final_obs = tensor(np.stack(infos["final_obs"][cut]), obs.dtype)
                 with torch.inference_mode():
                     rewards[step, tensor(cut)] += args.gamma * agent.get_value(final_obs)
@@ -576,7 +576,7 @@ def train(args: Args) -> dict:
 
                 optimizer.zero_grad()
                 loss.backward()
-                # [core 11] Global gradient clipping: all parameters together, to one length
+                # [core 11] Global gradient clipping: all gradients together, to at most this length
                 grad_norm = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
                 if not torch.isfinite(grad_norm):  # the step would spoil every weight
                     raise FloatingPointError(f"the gradient is not finite after step {global_step}")
@@ -618,7 +618,7 @@ def train(args: Args) -> dict:
 
 
 # === Run
-STOP = []  # the signals that have asked this run to end
+STOP = []  # what has asked this run to end
 SCRIPT = Path(__file__).stem
 
 
@@ -659,6 +659,8 @@ def check(args: Args) -> None:
     folder = Path(args.run_dir or "runs").absolute()
     if not (args.resume or args.evaluate) and os.path.exists(folder / "checkpoint.pt"):
         fail("run_dir", f"{folder} holds a run: --resume it, or choose another directory")
+    if any(len(os.fsencode(name)) > 255 for name in folder.parts):
+        fail("run_dir", "a directory's name has at most 255 bytes: choose a shorter one")
     folder = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
     writes = not args.evaluate or args.capture_video
     if writes and not (os.path.isdir(folder) and os.access(folder, os.W_OK)):
@@ -715,7 +717,8 @@ def load(flag: str, run_dir: str) -> dict:
         if (script := run["script"]) == SCRIPT:
             run["args"] = Args(**run["args"])
             known = "global_step seconds episodes returns wandb_id agent optimizer rng"
-            assert run.keys() >= set(known.split())
+            if missing := set(known.split()) - run.keys():
+                raise ValueError(f"no {missing}")
     except Exception as error:  # a damaged file can fail in any way
         # a TypeError names the argument that Args does not have, in a file that has been changed
         problem = error if isinstance(error, TypeError) else type(error).__name__
@@ -746,6 +749,8 @@ def restore(run: dict, agent: nn.Module, optimizer: torch.optim.Optimizer) -> No
     if "agent" in run:  # a new run has none
         agent.load_state_dict(run["agent"])
         optimizer.load_state_dict(run["optimizer"])
+        # first anew, for a device whose state is not saved (MPS), or was another one's
+        torch.manual_seed(run["args"].seed + run["global_step"])
         torch.set_rng_state(run["rng"][0])
         if len(run["rng"]) == torch.cuda.device_count() + 1:
             torch.cuda.set_rng_state_all(run["rng"][1:])
@@ -769,6 +774,8 @@ def open_run(args: Args) -> tuple[dict, SummaryWriter]:
     run = {"global_step": 0, "seconds": 0.0, "episodes": 0, "returns": [], "wandb_id": None}
     if args.resume:
         run = load("resume", args.resume)
+    # speed is that of this process: a run that is resumed may be slower or faster from there on
+    run["start"] = run["global_step"], run["seconds"]
     name = f"{args.env_id}__{SCRIPT}__{args.seed}__{int(1000 * time.time())}"
     name = re.sub("[/:]", "-", name)
     chosen = args.resume or args.run_dir
@@ -800,10 +807,23 @@ def open_run(args: Args) -> tuple[dict, SummaryWriter]:
     return run, SummaryWriter(args.run_dir, purge_step=purge_step)
 
 
+def show(text: str) -> None:
+    """Print without a newline. If nobody can read it any more, the run is to save and end."""
+    try:
+        print(text, end="", flush=True)
+    except RuntimeError:  # a signal has come while something was printed
+        pass
+    except BrokenPipeError as error:  # in `python FILE | tee log`, Ctrl-C ends tee as well
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        STOP.append(error)
+
+
 def log(args: Args, run: dict, writer: SummaryWriter, metrics: dict, last: bool) -> None:
     """Write an iteration's metrics to TensorBoard, and keep the progress line up to date."""
     run["returns"] = run["returns"][-100:]  # all that return_last100 needs
-    step, sps, live = run["global_step"], run["global_step"] / run["seconds"], sys.stdout.isatty()
+    first_step, first_seconds = run["start"]
+    step, live = run["global_step"], sys.stdout.isatty()
+    sps = (step - first_step) / (run["seconds"] - first_seconds)
     for name, value in {**metrics, "charts/SPS": sps}.items():
         writer.add_scalar(name, value, step)
     if last or time.time() - run.get("shown", 0) > (0.2 if live else 10):
@@ -813,13 +833,14 @@ def log(args: Args, run: dict, writer: SummaryWriter, metrics: dict, last: bool)
         left = timedelta(seconds=int(max(0, goal - step) / sps))
         line = f"{step:,} of {goal:,} steps | return {mean:.1f} | {sps:,.0f} SPS | {left} left"
         start, end = ("\r\033[K", "\n" if last else "") if live else ("", "\n")
-        print(start + line, end=end, flush=True)
+        width = shutil.get_terminal_size().columns - 1 if live else None
+        show(start + line[:width] + end)
 
 
 def evaluate(args: Args, run: dict) -> list[float]:
     """Play one whole game in each of --eval-episodes environments; returns the raw scores.
 
-    One game each, for the first games to end would be the short ones. Actions are sampled as in
+    One game each: the first games to end would be the short ones. Actions are sampled as in
     training, but from a random stream of its own: evaluating changes no training.
     """
     print(f"playing {args.eval_episodes} games", flush=True)
@@ -906,10 +927,10 @@ def parse(argv: list[str] | None = None) -> Args:
 
 def request_stop(signum: int, frame: object) -> None:
     """End the run after this iteration. A second signal ends it at once."""
-    print("\nstopping soon; a second signal ends at once", flush=True)
     STOP.append(signum)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    show("\nstopping soon; a second signal ends at once\n")
 
 
 if __name__ == "__main__":

@@ -67,14 +67,14 @@ class Args:
     num_minibatches: int = 32  # parts into which each epoch cuts the batch
     update_epochs: int = 10  # passes over the batch in one update
     norm_adv: bool = True  # normalize advantages, minibatch by minibatch
-    clip_coef: float = 0.2  # how far the ratio (and the value) may move
+    clip_coef: float = 0.2  # a ratio (or value) that moves further earns nothing more
     anneal_clip_coef: bool = False  # clip-coef falls linearly to 0 as well
     clip_vloss: bool = True  # clip the value loss
     ent_coef: float = 0.0  # weight of the entropy bonus
     vf_coef: float = 0.5  # weight of the value loss
     max_grad_norm: float = 0.5  # a longer gradient is scaled down to this length
     target_kl: float | None = None  # stop the epochs of an update above this KL (0.01 is usual)
-    bootstrap_truncated: bool = False  # a time limit is no end: add the value of what it cut off
+    bootstrap_truncated: bool = False  # at a time limit, add the value of the last observation
 
     seed: int = 1  # seed of the network, the sampling and the environments
     torch_deterministic: bool = True  # bit-for-bit repeatable on CUDA too
@@ -156,7 +156,7 @@ class NormalizeEnv(gym.vector.VectorWrapper):
         actions = actions.clip(self.low, self.high)
         obs, reward, terminated, truncated, infos = self.env.step(actions)
         # [continuous 8] Reward scaling by the deviation of the discounted sum of rewards so far.
-        # No mean is taken off, which would change what pays. The sum starts anew with an episode.
+        # No mean is subtracted: that would change what pays. The sum starts anew with an episode.
         self.returns = self.returns * self.gamma + reward
         if not self.frozen:
             self.rms["returns"].update(self.returns)
@@ -181,8 +181,8 @@ class NormalizeEnv(gym.vector.VectorWrapper):
 def make_envs(args: Args, num_envs: int, seed: int, frozen=None, resumed=None):
     """Make num_envs environments, environment i seeded with seed + i.
 
-    frozen: the checkpoint that is evaluated, None in training. Only its first game is filmed, for
-    every frame of a film is kept in memory until the game ends.
+    frozen: the checkpoint that is evaluated, None in training. Only its first game is filmed,
+    since every frame of a film is kept in memory until the game ends.
     resumed: the checkpoint that training goes on from, and whose statistics go on, too.
     Returns the vector environment and its first observations, (num_envs, *observation_shape).
     """
@@ -192,7 +192,7 @@ def make_envs(args: Args, num_envs: int, seed: int, frozen=None, resumed=None):
         env = gym.make(args.env_id, **({"render_mode": "rgb_array"} if video else {}))
         env = gym.wrappers.RecordEpisodeStatistics(env)
         if video and hasattr(env.unwrapped, "mujoco_renderer"):
-            # the camera that runs along; from the one that Gymnasium 1.4 takes, they run away
+            # the camera that follows: in Gymnasium 1.4's default view the robot runs out of sight
             track = (env.unwrapped.model, mujoco.mjtObj.mjOBJ_CAMERA, "track")
             env.unwrapped.mujoco_renderer.camera_id = mujoco.mj_name2id(*track)
         if video:
@@ -220,7 +220,7 @@ def finished_episodes(infos: dict):
 
 
 def wrong_space(env: gym.Env) -> str | None:
-    """Say what in this environment does not fit this file, and which does. None if all fits."""
+    """Say what in this environment this file cannot use, and which file can. None if all fits."""
     obs_space, action_space = env.observation_space, env.action_space
     if isinstance(action_space, gym.spaces.Discrete):
         return "actions are discrete: use ppo.py, or ppo_atari.py for Atari games"
@@ -235,8 +235,8 @@ def wrong_space(env: gym.Env) -> str | None:
 
 
 # === Agent
-TORCH_THREADS = 1  # a second thread only slows layers of 64 units,
-AUTO_DEVICES = ("cpu",)  # and so does a GPU
+TORCH_THREADS = 1  # layers of 64 units are too small to gain from a second thread,
+AUTO_DEVICES = ("cpu",)  # or from a GPU
 
 
 def layer_init(layer: nn.Module, std: float = np.sqrt(2), bias_const: float = 0.0) -> nn.Module:
@@ -369,8 +369,8 @@ def train(args: Args) -> dict:
             rewards[step] = tensor(reward, torch.float32)
 
             if args.bootstrap_truncated and (cut := truncated & ~terminated).any():
-                # [beyond 1] An episode that a time limit cut off would have gone on. What that
-                # would be worth joins its last reward, since GAE sees an end there and stops.
+                # [beyond 1] An episode that a time limit cut off would have gone on. The value of
+                # what would have come is added to its last reward, since GAE stops there.
                 final_obs = tensor(np.stack(infos["final_obs"][cut]), obs.dtype)
                 with torch.inference_mode():
                     rewards[step, tensor(cut)] += args.gamma * agent.get_value(final_obs)
@@ -432,7 +432,7 @@ def train(args: Args) -> dict:
 
                 optimizer.zero_grad()
                 loss.backward()
-                # [core 11] Global gradient clipping: all parameters together, to one length
+                # [core 11] Global gradient clipping: all gradients together, to at most this length
                 grad_norm = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
                 if not torch.isfinite(grad_norm):  # the step would spoil every weight
                     raise FloatingPointError(f"the gradient is not finite after step {global_step}")
@@ -475,7 +475,7 @@ def train(args: Args) -> dict:
 
 
 # === Run
-STOP = []  # the signals that have asked this run to end
+STOP = []  # what has asked this run to end
 SCRIPT = Path(__file__).stem
 
 
@@ -516,6 +516,8 @@ def check(args: Args) -> None:
     folder = Path(args.run_dir or "runs").absolute()
     if not (args.resume or args.evaluate) and os.path.exists(folder / "checkpoint.pt"):
         fail("run_dir", f"{folder} holds a run: --resume it, or choose another directory")
+    if any(len(os.fsencode(name)) > 255 for name in folder.parts):
+        fail("run_dir", "a directory's name has at most 255 bytes: choose a shorter one")
     folder = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
     writes = not args.evaluate or args.capture_video
     if writes and not (os.path.isdir(folder) and os.access(folder, os.W_OK)):
@@ -572,7 +574,8 @@ def load(flag: str, run_dir: str) -> dict:
         if (script := run["script"]) == SCRIPT:
             run["args"] = Args(**run["args"])
             known = "global_step seconds episodes returns wandb_id agent optimizer rng"
-            assert run.keys() >= set(known.split())
+            if missing := set(known.split()) - run.keys():
+                raise ValueError(f"no {missing}")
     except Exception as error:  # a damaged file can fail in any way
         # a TypeError names the argument that Args does not have, in a file that has been changed
         problem = error if isinstance(error, TypeError) else type(error).__name__
@@ -603,6 +606,8 @@ def restore(run: dict, agent: nn.Module, optimizer: torch.optim.Optimizer) -> No
     if "agent" in run:  # a new run has none
         agent.load_state_dict(run["agent"])
         optimizer.load_state_dict(run["optimizer"])
+        # first anew, for a device whose state is not saved (MPS), or was another one's
+        torch.manual_seed(run["args"].seed + run["global_step"])
         torch.set_rng_state(run["rng"][0])
         if len(run["rng"]) == torch.cuda.device_count() + 1:
             torch.cuda.set_rng_state_all(run["rng"][1:])
@@ -626,6 +631,8 @@ def open_run(args: Args) -> tuple[dict, SummaryWriter]:
     run = {"global_step": 0, "seconds": 0.0, "episodes": 0, "returns": [], "wandb_id": None}
     if args.resume:
         run = load("resume", args.resume)
+    # speed is that of this process: a run that is resumed may be slower or faster from there on
+    run["start"] = run["global_step"], run["seconds"]
     name = f"{args.env_id}__{SCRIPT}__{args.seed}__{int(1000 * time.time())}"
     name = re.sub("[/:]", "-", name)
     chosen = args.resume or args.run_dir
@@ -657,10 +664,23 @@ def open_run(args: Args) -> tuple[dict, SummaryWriter]:
     return run, SummaryWriter(args.run_dir, purge_step=purge_step)
 
 
+def show(text: str) -> None:
+    """Print without a newline. If nobody can read it any more, the run is to save and end."""
+    try:
+        print(text, end="", flush=True)
+    except RuntimeError:  # a signal has come while something was printed
+        pass
+    except BrokenPipeError as error:  # in `python FILE | tee log`, Ctrl-C ends tee as well
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        STOP.append(error)
+
+
 def log(args: Args, run: dict, writer: SummaryWriter, metrics: dict, last: bool) -> None:
     """Write an iteration's metrics to TensorBoard, and keep the progress line up to date."""
     run["returns"] = run["returns"][-100:]  # all that return_last100 needs
-    step, sps, live = run["global_step"], run["global_step"] / run["seconds"], sys.stdout.isatty()
+    first_step, first_seconds = run["start"]
+    step, live = run["global_step"], sys.stdout.isatty()
+    sps = (step - first_step) / (run["seconds"] - first_seconds)
     for name, value in {**metrics, "charts/SPS": sps}.items():
         writer.add_scalar(name, value, step)
     if last or time.time() - run.get("shown", 0) > (0.2 if live else 10):
@@ -670,13 +690,14 @@ def log(args: Args, run: dict, writer: SummaryWriter, metrics: dict, last: bool)
         left = timedelta(seconds=int(max(0, goal - step) / sps))
         line = f"{step:,} of {goal:,} steps | return {mean:.1f} | {sps:,.0f} SPS | {left} left"
         start, end = ("\r\033[K", "\n" if last else "") if live else ("", "\n")
-        print(start + line, end=end, flush=True)
+        width = shutil.get_terminal_size().columns - 1 if live else None
+        show(start + line[:width] + end)
 
 
 def evaluate(args: Args, run: dict) -> list[float]:
     """Play one whole game in each of --eval-episodes environments; returns the raw scores.
 
-    One game each, for the first games to end would be the short ones. Actions are sampled as in
+    One game each: the first games to end would be the short ones. Actions are sampled as in
     training, but from a random stream of its own: evaluating changes no training.
     """
     print(f"playing {args.eval_episodes} games", flush=True)
@@ -763,10 +784,10 @@ def parse(argv: list[str] | None = None) -> Args:
 
 def request_stop(signum: int, frame: object) -> None:
     """End the run after this iteration. A second signal ends it at once."""
-    print("\nstopping soon; a second signal ends at once", flush=True)
     STOP.append(signum)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    show("\nstopping soon; a second signal ends at once\n")
 
 
 if __name__ == "__main__":

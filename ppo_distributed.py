@@ -48,7 +48,7 @@ from typing import Literal, NoReturn
 
 if "mode async" in " ".join(sys.argv).replace("=", " "):
     # PyTorch's idle threads spin for 7 ms before they sleep, on cores where games are to be played.
-    # With 0.5 ms ppo_atari.py is 1.05 (fp32) to 1.09 times (bf16) as fast. PyTorch reads it once.
+    # With 0.5 ms ppo_atari.py is 1.06 (fp32) to 1.16 times (bf16) as fast. PyTorch reads it once.
     os.environ.setdefault("GOMP_SPINCOUNT", "20000")
 
 try:
@@ -67,13 +67,15 @@ except ModuleNotFoundError as error:
 
 
 # === Arguments
-# torchrun says which of how many processes this is, on all machines, and which one on this machine
+# torchrun numbers the processes: RANK of WORLD_SIZE on all machines, LOCAL_RANK on this one
 RANK, WORLD_SIZE, LOCAL_RANK = (
     int(os.environ.get(name, default) if "RANK" in os.environ else default)
     for name, default in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0))
 )
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 CORES = max(1, CORES // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))  # this process's part of them
+LAUNCH = f"torchrun --nproc-per-node {os.environ.get('LOCAL_WORLD_SIZE', WORLD_SIZE)}"
+LAUNCH = LAUNCH if WORLD_SIZE > 1 else "python"  # for the commands that are shown
 
 
 @dataclass
@@ -89,14 +91,14 @@ class Args:
     num_minibatches: int = 4  # parts into which each epoch cuts the batch
     update_epochs: int = 4  # passes over the batch in one update
     norm_adv: bool = True  # normalize advantages, minibatch by minibatch
-    clip_coef: float = 0.1  # how far the ratio (and the value) may move
+    clip_coef: float = 0.1  # a ratio (or value) that moves further earns nothing more
     anneal_clip_coef: bool = False  # clip-coef falls linearly to 0 as well
     clip_vloss: bool = True  # clip the value loss
     ent_coef: float = 0.01  # weight of the entropy bonus
     vf_coef: float = 0.5  # weight of the value loss
     max_grad_norm: float = 0.5  # a longer gradient is scaled down to this length
     target_kl: float | None = None  # stop the epochs of an update above this KL (0.01 is usual)
-    bootstrap_truncated: bool = False  # a time limit is no end: add the value of what it cut off
+    bootstrap_truncated: bool = False  # at a time limit, add the value of the last observation
     precision: Literal["fp32", "bf16"] = "fp32"  # bf16: the convolutional network in bfloat16
     vector_mode: Literal["sync", "async"] = "sync"  # async: in processes, one for each core
 
@@ -248,7 +250,7 @@ def play(pipe, make_share, seeds) -> None:
 
 
 class RemoteEnv(gym.Env):
-    """An environment in another process, whose answers are here before it is asked."""
+    """An environment in another process; its answers arrive before anyone asks for them."""
 
     def __init__(self, answers: list):
         self.answers = answers
@@ -309,8 +311,8 @@ class ProcessVectorEnv(gym.vector.SyncVectorEnv):
 def make_envs(args: Args, num_envs: int, seed: int, frozen: dict | None = None):
     """Make num_envs environments, environment i seeded with seed + i.
 
-    frozen: the checkpoint that is evaluated, None in training. Only its first game is filmed, for
-    every frame of a film is kept in memory until the game ends.
+    frozen: the checkpoint that is evaluated, None in training. Only its first game is filmed,
+    since every frame of a film is kept in memory until the game ends.
     Returns the vector environment and its first observations, (num_envs, *observation_shape).
     """
 
@@ -361,7 +363,7 @@ def finished_episodes(infos: dict):
 
 
 def wrong_space(env: gym.Env) -> str | None:
-    """Say what in this environment does not fit this file, and which does. None if all fits."""
+    """Say what in this environment this file cannot use, and which file can. None if all fits."""
     obs_space, action_space = env.observation_space, env.action_space
     if obs_space.dtype != np.uint8 or len(obs_space.shape) != 3 or obs_space.shape[2] != 3:
         return f"observations must be RGB images, not {obs_space}: flat ones fit ppo.py"
@@ -500,7 +502,8 @@ def train(args: Args) -> dict:
     # [core 1] Vectorized architecture: num_envs environments step together for num_steps, then the
     # network learns from that rollout. The next rollout goes on where this one stopped, without a
     # reset, so long episodes are learned from piece by piece.
-    # [aux 2] Parallelized gradient update: each process has its share of the environments, ...
+    # [aux 2] Parallelized gradient update: each process has its share of the environments, and of
+    # each minibatch; the gradients of all are averaged
     envs, next_obs = make_envs(args, num_envs, args.seed + global_step + RANK * num_envs)
     next_done = np.zeros(num_envs, dtype=bool)
     agent = Agent(envs, args).to(device)
@@ -559,8 +562,8 @@ def train(args: Args) -> dict:
             rewards[step] = tensor(reward, torch.float32)
 
             if args.bootstrap_truncated and (cut := truncated & ~terminated).any():
-                # [beyond 1] An episode that a time limit cut off would have gone on. What that
-                # would be worth joins its last reward, since GAE sees an end there and stops.
+                # [beyond 1] An episode that a time limit cut off would have gone on. The value of
+                # what would have come is added to its last reward, since GAE stops there.
                 final_obs = tensor(np.stack(infos["final_obs"][cut]), obs.dtype)
                 with torch.inference_mode():
                     rewards[step, tensor(cut)] += args.gamma * agent.get_value(final_obs)
@@ -620,12 +623,12 @@ def train(args: Args) -> dict:
 
                 optimizer.zero_grad()
                 loss.backward()
-                # ... and its share of each minibatch. The mean of the gradients is the gradient of
-                # the mean loss, so all processes take the step that one would take with everything.
+                # The mean of the gradients is the gradient of the mean loss: all processes
+                # take the step that one would take with everything
                 for parameter in agent.parameters():
-                    on_its_way[parameter].wait()  # ... for the sum over all processes
+                    on_its_way[parameter].wait()  # for the sum over all processes
                     parameter.grad /= WORLD_SIZE
-                # [core 11] Global gradient clipping: all parameters together, to one length
+                # [core 11] Global gradient clipping: all gradients together, to at most this length
                 grad_norm = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
                 if not torch.isfinite(grad_norm):  # the step would spoil every weight
                     raise FloatingPointError(f"the gradient is not finite after step {global_step}")
@@ -680,7 +683,7 @@ def train(args: Args) -> dict:
 
 
 # === Run
-STOP = []  # the signals that have asked this run to end
+STOP = []  # what has asked this run to end
 SCRIPT = Path(__file__).stem
 
 
@@ -695,7 +698,7 @@ def wait_for_the_first() -> None:
     """Leave what all processes know to the first on this machine; then torchrun ends the others."""
     if LOCAL_RANK > 0:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        time.sleep(10)  # if this one was wrong and the first has nothing to say, it speaks
+        time.sleep(10)  # nobody has ended this one: only it found a mistake, so it says so
 
 
 def check(args: Args) -> None:
@@ -724,6 +727,10 @@ def check(args: Args) -> None:
         fail("evaluate", "needs --eval-episodes of at least 1, no --resume, and no torchrun")
     if args.capture_video and not args.eval_episodes:
         fail("capture_video", "films the evaluation: needs --eval-episodes, or --no-capture-video")
+    missing = {"WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} - os.environ.keys()
+    if "RANK" in os.environ and missing:
+        print(f"error: RANK is set, {min(missing)} is not: start with torchrun", file=sys.stderr)
+        sys.exit(2)
     if args.num_envs % WORLD_SIZE:
         fail("num_envs", f"{WORLD_SIZE} processes cannot share {args.num_envs} evenly")
     if batch_size // WORLD_SIZE % args.num_minibatches:
@@ -734,6 +741,8 @@ def check(args: Args) -> None:
     folder = Path(args.run_dir or "runs").absolute()
     if not (args.resume or args.evaluate) and os.path.exists(folder / "checkpoint.pt"):
         fail("run_dir", f"{folder} holds a run: --resume it, or choose another directory")
+    if any(len(os.fsencode(name)) > 255 for name in folder.parts):
+        fail("run_dir", "a directory's name has at most 255 bytes: choose a shorter one")
     folder = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
     writes = not args.evaluate or args.capture_video
     if writes and not (os.path.isdir(folder) and os.access(folder, os.W_OK)):
@@ -790,7 +799,8 @@ def load(flag: str, run_dir: str) -> dict:
         if (script := run["script"]) == SCRIPT:
             run["args"] = Args(**run["args"])
             known = "global_step seconds episodes returns wandb_id agent optimizer rng"
-            assert run.keys() >= set(known.split())
+            if missing := set(known.split()) - run.keys():
+                raise ValueError(f"no {missing}")
     except Exception as error:  # a damaged file can fail in any way
         # a TypeError names the argument that Args does not have, in a file that has been changed
         problem = error if isinstance(error, TypeError) else type(error).__name__
@@ -823,6 +833,8 @@ def restore(run: dict, agent: nn.Module, optimizer: torch.optim.Optimizer) -> No
     if "agent" in run:  # a new run has none
         agent.load_state_dict(run["agent"])
         optimizer.load_state_dict(run["optimizer"])
+        # first anew, for a device whose state was another one's
+        torch.manual_seed(run["args"].seed + run["global_step"] + RANK)
     if len(run.get("rng", ())) > RANK:  # there may be more processes than before
         cpu, *gpus = run["rng"][RANK]
         torch.set_rng_state(cpu)
@@ -867,9 +879,9 @@ def check_equal(agent: nn.Module) -> None:
     mine = torch.cat([parameter.detach().flatten() for parameter in agent.parameters()])
     first = mine.clone()
     dist.broadcast(first, 0)
-    equal = gather(bool(torch.equal(mine, first)))
-    if not all(equal):
-        raise FloatingPointError(f"the weights of processes {equal} have drifted apart")
+    others = [rank for rank, equal in enumerate(gather(torch.equal(mine, first))) if not equal]
+    if others:
+        raise FloatingPointError(f"the weights of processes {others} are not those of process 0")
 
 
 def open_run(args: Args) -> tuple[dict, SummaryWriter | None]:
@@ -878,6 +890,8 @@ def open_run(args: Args) -> tuple[dict, SummaryWriter | None]:
     run = {"global_step": 0, "seconds": 0.0, "episodes": 0, "returns": [], "wandb_id": None}
     if args.resume:
         run = load("resume", args.resume)
+    # speed is that of this process: a run that is resumed may be slower or faster from there on
+    run["start"] = run["global_step"], run["seconds"]
     if RANK > 0:
         return run, None  # one process writes
     name = f"{args.env_id}__{SCRIPT}__{args.seed}__{int(1000 * time.time())}"
@@ -902,7 +916,7 @@ def open_run(args: Args) -> tuple[dict, SummaryWriter | None]:
     emulated = onednn and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
     if precision == "bf16" and device.type == "cpu" and emulated:
         precision += ", which this processor lacks: fp32 is many times as fast"
-    print(shlex.join(["python", *sys.argv]))
+    print(LAUNCH, shlex.join(sys.argv))
     choices = f"device {device}, torch threads {threads}, precision {precision}"
     print(f"{choices}, processes {WORLD_SIZE}", flush=True)
     if args.resume:
@@ -912,12 +926,25 @@ def open_run(args: Args) -> tuple[dict, SummaryWriter | None]:
     return run, SummaryWriter(args.run_dir, purge_step=purge_step)
 
 
+def show(text: str) -> None:
+    """Print without a newline. If nobody can read it any more, the run is to save and end."""
+    try:
+        print(text, end="", flush=True)
+    except RuntimeError:  # a signal has come while something was printed
+        pass
+    except BrokenPipeError as error:  # in `python FILE | tee log`, Ctrl-C ends tee as well
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        STOP.append(error)
+
+
 def log(args: Args, run: dict, writer: SummaryWriter | None, metrics: dict, last: bool) -> None:
     """Write an iteration's metrics to TensorBoard, and keep the progress line up to date."""
     run["returns"] = run["returns"][-100:]  # all that return_last100 needs
     if not writer:
         return
-    step, sps, live = run["global_step"], run["global_step"] / run["seconds"], sys.stdout.isatty()
+    first_step, first_seconds = run["start"]
+    step, live = run["global_step"], sys.stdout.isatty()
+    sps = (step - first_step) / (run["seconds"] - first_seconds)
     for name, value in {**metrics, "charts/SPS": sps}.items():
         writer.add_scalar(name, value, step)
     if last or time.time() - run.get("shown", 0) > (0.2 if live else 10):
@@ -927,13 +954,14 @@ def log(args: Args, run: dict, writer: SummaryWriter | None, metrics: dict, last
         left = timedelta(seconds=int(max(0, goal - step) / sps))
         line = f"{step:,} of {goal:,} steps | return {mean:.1f} | {sps:,.0f} SPS | {left} left"
         start, end = ("\r\033[K", "\n" if last else "") if live else ("", "\n")
-        print(start + line, end=end, flush=True)
+        width = shutil.get_terminal_size().columns - 1 if live else None
+        show(start + line[:width] + end)
 
 
 def evaluate(args: Args, run: dict) -> list[float]:
     """Play one whole game in each of --eval-episodes environments; returns the raw scores.
 
-    One game each, for the first games to end would be the short ones. Actions are sampled as in
+    One game each: the first games to end would be the short ones. Actions are sampled as in
     training, but from a random stream of its own: evaluating changes no training.
     """
     print(f"playing {args.eval_episodes} games", flush=True)
@@ -980,7 +1008,7 @@ def close_run(args: Args, run: dict, writer: SummaryWriter | None, finished: boo
     flags = f" --total-timesteps {2 * args.total_timesteps}" if finished else ""
     script, label = shlex.quote(sys.argv[0]), "longer:" if finished else "go on: "
     print(f"watch:  python {script} --evaluate {run_dir} --capture-video")
-    print(f"{label} python {script} --resume {run_dir}{flags}")
+    print(f"{label} {LAUNCH} {script} --resume {run_dir}{flags}")
     print(f"curves: tensorboard --logdir {shlex.quote(str(Path(args.run_dir).parent))}")
     return result
 
@@ -1029,10 +1057,10 @@ def parse(argv: list[str] | None = None) -> Args:
 
 def request_stop(signum: int, frame: object) -> None:
     """End the run after this iteration. A second signal ends it at once."""
-    print("\nstopping soon; a second signal ends at once", flush=True)
     STOP.append(signum)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    show("\nstopping soon; a second signal ends at once\n")
 
 
 if __name__ == "__main__":

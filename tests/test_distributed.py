@@ -27,7 +27,7 @@ import torch
 import torch._dynamo  # Adam asks for it: loaded once here, not in every process
 from conftest import ROOT, environment, load_script
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from test_faults import PATIENCE, checkpoint, kill_all, printed_command, saved, wait_for
+from test_faults import PATIENCE, checkpoint, kill_all, saved, wait_for
 from test_runs import EVEN
 from torch.optim import optimizer as optim
 from toy_envs import ToyAtari
@@ -253,7 +253,7 @@ def test_drift_is_noticed(tmp_path):
     group = play(tmp_path / "group", 2, *sizes, prepare=drift)
     assert group.codes == [1, -signal.SIGTERM]  # the second leaves the word to the first
     (line,) = group.errs[0].splitlines()
-    assert line.startswith("error: the weights") and "[True, False]" in line
+    assert line.startswith("error: the weights") and "processes [1] are not" in line
     assert group.errs[1] == ""
     assert checkpoint(SCRIPT, group.run)["global_step"] == 32
 
@@ -317,8 +317,9 @@ def test_resume_is_exact_with_two_processes(tmp_path):
     ],
 )
 def test_what_two_processes_cannot_share(argv, flag, piece, pair, monkeypatch, capsys):
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "2")
+    group = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    for name, value in group.items():
+        monkeypatch.setenv(name, value)
     monkeypatch.chdir(pair.run.parent)
     with pytest.raises(SystemExit) as end:
         load_script(SCRIPT).parse(argv)
@@ -340,6 +341,19 @@ def test_other_arguments_on_the_other_machine(tmp_path):
         (line,) = err.splitlines()
         assert line.startswith("error: --seed: differs between the processes")
     assert not group.run.exists()
+
+
+@pytest.mark.parametrize("missing", ["WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"])
+def test_a_rank_without_a_group(missing, monkeypatch, capsys):
+    """RANK is there, from something that is not torchrun: one line, and no traceback of PyTorch."""
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.delenv(missing)
+    with pytest.raises(SystemExit) as end:
+        load_script(SCRIPT).parse([])
+    assert end.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == f"error: RANK is set, {missing} is not: start with torchrun"
 
 
 def test_a_world_without_a_rank(tmp_path, monkeypatch):
@@ -477,7 +491,10 @@ def test_signal_to_torchrun_saves_and_ends(signum, torchrun, tmp_path):
     assert not processes_in(tmp_path)
     assert checkpoint(SCRIPT, tmp_path / "run")["global_step"] > 512
     assert '"finished": false' in (tmp_path / "run" / "result.json").read_text()
-    assert printed_command(stdout)[1:3] == ["--resume", "run"]
+    (line,) = [line for line in stdout.splitlines() if "--resume run" in line]
+    start = f"torchrun --nproc-per-node 2 {ROOT / SCRIPT}.py "
+    assert f"{start}--resume run" in line
+    assert stdout.startswith(start)
 
 
 # === Two machines

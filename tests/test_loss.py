@@ -223,12 +223,44 @@ def lstm(layer, xs, dones, state):
     return torch.cat(hidden)
 
 
+class Gate(nn.Module):
+    """A ReLU that is open where another one was."""
+
+    def __init__(self, is_open: torch.Tensor):
+        super().__init__()
+        self.is_open = is_open
+
+    def forward(self, x):
+        return x * self.is_open
+
+
+def keep_gates(agent: nn.Module, obs: torch.Tensor):
+    """Fix which ReLUs are open, as they are in float32.
+
+    A gradient jumps where the input of one is 0, and of a hundred thousand some are so near to 0
+    that rounding decides: on a Xeon with other kernels than an EPYC's the wrong way round.
+    """
+    found = [(i, layer) for i, layer in enumerate(agent.network) if isinstance(layer, nn.ReLU)]
+    outputs = []
+    hooks = [
+        layer.register_forward_hook(lambda *call: outputs.append(call[-1])) for _, layer in found
+    ]
+    with torch.no_grad():
+        agent.get_features(obs)
+    for (i, _), hook, output in zip(found, hooks, outputs, strict=True):
+        hook.remove()
+        agent.network[i] = Gate(output > 0)
+
+
 def double(update, name: str):
     """An update in float64: agent, batch, and the neglogp, entropy and value of each sample.
 
     Layers and distributions are put together here and not in the script.
     """
-    agent = copy.deepcopy(update.agent).double()
+    agent = copy.deepcopy(update.agent)
+    if hasattr(agent, "get_features"):
+        keep_gates(agent, update.batch["obs"])
+    agent = agent.double()
     batch = {key: x.double() for key, x in update.batch.items()}
     obs, actions = batch["obs"], batch["actions"]
     if name == "ppo":

@@ -13,6 +13,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import termios
 from ctypes.util import find_library
 from dataclasses import asdict
 from itertools import pairwise
@@ -234,6 +235,32 @@ def test_resume_keeps_arguments_and_takes_new_ones(script):
     assert args.env_id == EVEN[script.SCRIPT]
 
 
+def test_a_resumed_run_shows_its_own_speed(script):
+    """The first half took a thousand seconds: the second does not, and its time left is its own."""
+    train(script, "run", stop_at=16)
+    run = torch.load("run/checkpoint.pt", weights_only=True)
+    torch.save(run | {"seconds": 1000.0}, "run/checkpoint.pt")
+    resume(script, "run")
+    events = EventAccumulator("run", size_guidance={"scalars": 0}).Reload()
+    step, sps = max((event.step, event.value) for event in events.Scalars("charts/SPS"))
+    assert step > 16 and sps > 1  # in all it is below 32 / 1000
+    result = json.loads(Path("run", "result.json").read_text())
+    assert result["seconds"] > 1000 and result["sps"] < 1
+
+
+def test_a_device_whose_state_is_not_saved(script, monkeypatch):
+    """It draws anew when the run goes on, and not once more what it drew at the start."""
+    train(script, "run", stop_at=16)
+    run = script.load("resume", "run")
+    torch.manual_seed(run["args"].seed)
+    first = torch.rand(3)
+    torch.manual_seed(run["args"].seed)
+    monkeypatch.setattr(torch, "set_rng_state", lambda state: None)  # the CPU's is saved
+    network = SimpleNamespace(load_state_dict=lambda state: None)
+    script.restore(run, network, network)
+    assert not torch.equal(torch.rand(3), first)
+
+
 def test_a_resumed_run_plays_other_games(script, monkeypatch):
     """The environments' seed is --seed plus the step: else it would play its first games again."""
     train(script, "run", seed=5, stop_at=16)
@@ -418,6 +445,7 @@ def test_the_published_measure(script, monkeypatch, capsys):
     """Of all games the last hundred are kept, and shown is the mean of the last twenty."""
     monkeypatch.setattr(script, "RANK", 0, raising=False)
     run = {"global_step": 2000, "seconds": 10.0, "returns": [float(i) for i in range(150)]}
+    run["start"] = 1000, 8.0
     metrics = {f"charts/policy_lag_{name}": 1.0 for name in ("min", "mean", "max")}
     metrics |= {f"charts/waiting_{role}": 0.5 for role in ("rollout", "policy", "learner")}
     args, writer = script.Args(stop_at=5000), SimpleNamespace(add_scalar=lambda *_: None)
@@ -425,7 +453,7 @@ def test_the_published_measure(script, monkeypatch, capsys):
     assert run["returns"] == [float(i) for i in range(50, 150)]
     (line,) = capsys.readouterr().out.splitlines()
     assert line.startswith("2,000 of 5,000 steps | return 139.5 | ")
-    assert line.endswith(" | 0:00:15 left")  # 3,000 steps at 200 a second
+    assert line.endswith(" | 0:00:06 left")  # 3,000 steps at 500 a second
 
 
 def test_evaluation_leaves_the_run_alone(script):
@@ -669,9 +697,15 @@ def test_bfloat16_by_emulation_is_said():
     assert ("which this processor lacks" in line) == ("avx512bw" not in flags)
 
 
-def test_one_live_line_in_a_terminal():
-    """A pseudo-terminal: the progress line is rewritten in place, and ends only at the end."""
+@pytest.mark.parametrize("columns", [40, 200])
+def test_one_live_line_in_a_terminal(columns, monkeypatch):
+    """A pseudo-terminal: the progress line is rewritten in place, and ends only at the end.
+
+    It never wraps, which would leave a line behind with each view.
+    """
+    monkeypatch.delenv("COLUMNS", raising=False)
     terminal, slave = pty.openpty()
+    termios.tcsetwinsize(slave, (24, columns))
     command = [sys.executable, ROOT / "ppo.py", "--total-timesteps", "10240", "--run-dir", "run"]
     with subprocess.Popen([*command, "--eval-episodes", "0"], stdout=slave) as process:
         os.close(slave)
@@ -690,6 +724,8 @@ def test_one_live_line_in_a_terminal():
     assert views[0] == ""
     assert all(" of 10,240 steps | return " in view for view in views[1:])
     assert views[-1].startswith("10,240 of 10,240 steps")
+    assert max(map(len, views)) < columns
+    assert columns == 40 or all(view.endswith(" left") for view in views[1:])
 
 
 def test_wandb_offline_keeps_its_id():
