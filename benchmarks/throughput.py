@@ -256,9 +256,9 @@ def rate(function, seconds: float) -> float:
 
 def measure_parts(case: Case, seconds: float) -> dict:
     """Steps/s of the environments alone and of inference alone; samples/s of training alone."""
+    script, args = arguments(case)  # before PyTorch, which it may tell how long threads spin
     import torch
 
-    script, args = arguments(case)
     device = script.pick_device(args)
     envs, obs = script.make_envs(args, args.num_envs, args.seed)
     slices = getattr(envs, "slices", [slice(0, args.num_envs)])
@@ -496,6 +496,7 @@ def scaling_row(kind: str, n: int, threads: int, seconds: float) -> dict:
 
     memory_mb is what the games add to this process and those that it starts.
     """
+    importlib.import_module("ppo_atari")  # before PyTorch, whose spins it shortens beside processes
     import ale_py
     import envpool
     import gymnasium as gym

@@ -5,6 +5,7 @@ python scripts/readme.py --check    # exit code 1 if it is out of date
 """
 
 import argparse
+import ast
 import math
 import re
 import statistics
@@ -18,7 +19,7 @@ from scipy import stats
 
 SETTINGS = {
     "ppo": ("classic control, two networks", "CartPole-v1"),
-    "ppo_shared": ("classic control, one shared trunk", "CartPole-v1"),
+    "ppo_shared": ("classic control, one trunk: worse here, the step to images", "CartPole-v1"),
     "ppo_atari": ("Atari, from pixels", "BreakoutNoFrameskip-v4"),
     "ppo_continuous": ("MuJoCo, continuous actions", "HalfCheetah-v4"),
     "ppo_distributed": ("Atari, on several processes or machines", "BreakoutNoFrameskip-v4"),
@@ -107,12 +108,42 @@ def files_table() -> str:
             d["id"] for d in details if script in d["files"] and not d["id"].startswith("beyond")
         ]
         names = dict.fromkeys(d["id"].split()[0] for d in details)
-        groups = [f"{g} {sum(i.startswith(g) for i in shown)}" for g in names]
-        groups = ", ".join(g for g in groups if not g.endswith(" 0"))
+        counts = {name: sum(i.startswith(name) for i in shown) for name in names}
+        groups = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
         rows.append(
             [f"[`{script}.py`]({script}.py)", setting, lines, change, groups, result(script)]
         )
-    return table(["file", "setting", "lines", "differs from", "details", "measured"], rows)
+    head = ["file", "setting", "lines", "parent, and lines that differ", "details shown"]
+    return table([*head, "mean score of the last 100 games"], rows)
+
+
+def arguments(script: str) -> dict[str, tuple[str, str]]:
+    """The default of each argument and its comment, which is the text of --help."""
+    lines = source(script).splitlines()
+    (args,) = (n for n in ast.parse(source(script)).body if getattr(n, "name", "") == "Args")
+    found = {}
+    for field in args.body:
+        if isinstance(field, ast.AnnAssign):
+            comment = lines[field.end_lineno - 1].split("  # ")[1]
+            found[field.target.id] = ast.get_source_segment(source(script), field.value), comment
+    return found
+
+
+def hyperparameters_table() -> str:
+    """The algorithm's arguments in each file; files that agree share a column."""
+    files = {script: arguments(script) for script in SETTINGS}
+    names = list(files["ppo"])
+    names = names[names.index("env_id") + 1 : names.index("seed")]
+    columns: dict[tuple, list[str]] = {}
+    for script, found in files.items():
+        values = tuple(found.get(name, ("—",))[0].replace("_", ",") for name in names)
+        columns.setdefault(values, []).append(f"`{script}`")
+    head = ["argument", "what it is", *map(", ".join, columns.values())]
+    rows = [
+        [f"`--{name.replace('_', '-')}`", files["ppo"][name][1], *values]
+        for name, *values in zip(names, *columns, strict=True)
+    ]
+    return table(head, rows)
 
 
 def details_table() -> str:
@@ -193,6 +224,7 @@ def sizes_table() -> str:
 
 def speed_table() -> str:
     head = ["what", "steps/s", "beside", "ratio (rounds)", "of the bound", "memory", "first update"]
+    head.append("one hour on a Xeon: steps/s (ratio), of the bound")
     rows = []
 
     def ratio(row: dict) -> str:
@@ -202,6 +234,11 @@ def speed_table() -> str:
     measured = read_csv(ROOT / "results" / "speed.csv")
     key = ("what", "task", "num_envs", "ours")
     own = {tuple(map(row.get, key)): row for row in measured if row["peer"].endswith("_own")}
+    xeon = {
+        (row["what"], row["task"]): f"{int(row['ours']):,} ({row['ratio'].split(' (')[0]}), "
+        f"{float(row['share']):.0%}{stale_speed(row)}"
+        for row in read_csv(ROOT / "results" / "speed_xeon.csv")
+    }
     for row in measured:
         sizes = SIZES.get((row["what"], row["task"]), row["num_envs"]) != row["num_envs"]
         alone = row["peer"] in (SIMULATION, EIGHT)
@@ -219,6 +256,7 @@ def speed_table() -> str:
                 f"{float(row['share']):.0%}",
                 f"{int(row['memory_mb']):,} MB" if row["memory_mb"] else "",
                 f"{row['startup_s']} s" if row["startup_s"] else "",
+                xeon.get((row["what"], row["task"]), ""),
             ]
         )
     return table(head, rows)
@@ -290,7 +328,8 @@ def results_table() -> str:
                 for row in published
                 if (row["env_id"], row["script"], row["source"]) == (env_id, script, source)
             ]
-            theirs += found or [""]
+            early = re.search(r"of (\d+M)", length(runs))  # stopped: theirs is of the end
+            theirs.append(f"at {early[1]}: {found[0]}" if early and found else "".join(found))
         ours = spread([float(run["return_last100"]) for run in runs])
         marks = "".join({stale(run) for run in runs})
         name = f"`{script}.py`" + (f", {flags}" if flags else "")
@@ -389,6 +428,7 @@ RUNS = read_csv(ROOT / "results" / "runs.csv")
 TABLES = {
     "README.md": {
         "files": files_table,
+        "hyperparameters": hyperparameters_table,
         "details": details_table,
         "results": results_table,
         "aggregate": aggregate_table,
