@@ -25,7 +25,7 @@ Differs from ppo_atari.py in:
 - Run: the sampler's sizes and memory are checked, lag and waiting shown
 
 Details shown: core 1-12, atari 1-9, lstm 1-5, aux 1 and 3, appo 1-6; core 13 is off.
-Expected: Breakout, 2.1M of 10M steps: 31 over the last 100 games (seed 1, bf16, 20 minutes).
+Expected: Breakout, 2.1M of 10M steps: 21 and 31 over the last 100 games (2 runs, 20 minutes).
 Not reproducible: which trajectories make a batch depends on timing. --serial is.
 
     python appo_async.py --env-id BreakoutNoFrameskip-v4 --precision bf16

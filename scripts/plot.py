@@ -70,7 +70,7 @@ def breakout() -> None:
     drawn = {}
     for script, env_id in (("ppo_atari", "BreakoutNoFrameskip-v4"), ("envpool_ppo", "Breakout-v5")):
         for run, line in curves(script, env_id, window, last_step):
-            if run["run"].endswith("__alone") or int(run["steps"]) > 4 * last_step:
+            if run["run"].endswith(("__alone", "__xeon")) or int(run["steps"]) > 4 * last_step:
                 continue  # of other pictures; the latter's games are in windows that are too wide
             precision = "bf16" if "bf16" in run["run"] else "fp32"
             label = f"{script}.py, {precision}, 2 seeds"
@@ -124,11 +124,14 @@ def asynchronous() -> None:
     """appo_async.py beside ppo_atari.py: the same game against minutes and against steps."""
     runs = {row["run"]: row for row in read_csv(RESULTS / "runs.csv")}
     names = ("appo_async__1__bf16", "ppo_atari__1__bf16__alone")
+    names += ("appo_async__1__bf16__xeon", "ppo_atari__1__bf16__xeon")
     figure, panels = plt.subplots(1, 2, figsize=(9, 3.2), dpi=150, sharey=True)
     for name in names:
         run = runs[f"BreakoutNoFrameskip-v4__{name}"]
         rows = read_csv(RESULTS / "curves" / f"{run['run']}.csv")
         label = f"{run['script']}.py, {float(run['sps']):,.0f} steps/s"
+        color = "C0" if run["script"] == "appo_async" else "C1"
+        style = {"color": color, "linestyle": "--" if name.endswith("xeon") else "-"}
         for (column, width, unit), axes in zip(
             (("seconds", 60, 60), ("step", 50_000, 1e6)), panels, strict=True
         ):
@@ -137,7 +140,7 @@ def asynchronous() -> None:
             sums = [float(row["return"]) * n for row, n in zip(rows, games, strict=True)]
             # the last window is not whole
             means = (np.bincount(x, sums) / np.bincount(x, games))[:-1]
-            axes.plot((np.arange(len(means)) + 0.5) * width / unit, means, label=label)
+            axes.plot((np.arange(len(means)) + 0.5) * width / unit, means, label=label, **style)
     for axes, label in zip(
         panels, ("minutes of training", "agent steps, in millions"), strict=True
     ):
@@ -149,7 +152,8 @@ def asynchronous() -> None:
     panels[1].set_xticks([0, 0.5, 1, 1.5, 2])
     panels[0].set_ylabel("score of training games")
     panels[0].legend(frameon=False, fontsize=8)
-    figure.suptitle("BreakoutNoFrameskip-v4, bf16, seed 1, twenty minutes each", fontsize=10)
+    title = "BreakoutNoFrameskip-v4, bf16, seed 1, twenty minutes each; dashed: another machine"
+    figure.suptitle(title, fontsize=10)
     figure.tight_layout(w_pad=2)
     figure.savefig(RESULTS / "async.png")
 
