@@ -25,7 +25,7 @@ Differs from ppo_atari.py in:
 - Run: the sampler's sizes and memory are checked, lag and waiting shown
 
 Details shown: core 1-12, atari 1-9, lstm 1-5, aux 1 and 3, appo 1-6; core 13 is off.
-Expected: Breakout, 2.1M of 10M steps: 21 and 31 over the last 100 games (2 runs, 20 minutes).
+Expected: Breakout, bf16, 2.1M of 10M steps: 21 and 31 over the last 100 games (20 minutes).
 Not reproducible: which trajectories make a batch depends on timing. --serial is.
 
     python appo_async.py --env-id BreakoutNoFrameskip-v4 --precision bf16
@@ -1089,8 +1089,8 @@ def load(flag: str, run_dir: str) -> dict:
         if (script := run["script"]) == SCRIPT:
             run["args"] = Args(**run["args"])
             known = "global_step seconds episodes returns wandb_id agent optimizer rng"
-            if missing := set(known.split()) - run.keys():
-                raise ValueError(f"no {missing}")
+            if set(known.split()) - run.keys():
+                raise ValueError("a part is missing")
     except Exception as error:  # a damaged file can fail in any way
         # a TypeError names the argument that Args does not have, in a file that has been changed
         problem = error if isinstance(error, TypeError) else type(error).__name__
@@ -1121,7 +1121,7 @@ def restore(run: dict, agent: nn.Module, optimizer: torch.optim.Optimizer) -> No
     if "agent" in run:  # a new run has none
         agent.load_state_dict(run["agent"])
         optimizer.load_state_dict(run["optimizer"])
-        # first anew, for a device whose state is not saved (MPS), or was another one's
+        # other numbers than at the start, where no saved state fits: MPS, another number of GPUs
         torch.manual_seed(run["args"].seed + run["global_step"])
         torch.set_rng_state(run["rng"][0])
         if len(run["rng"]) == torch.cuda.device_count() + 1:

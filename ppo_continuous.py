@@ -574,8 +574,8 @@ def load(flag: str, run_dir: str) -> dict:
         if (script := run["script"]) == SCRIPT:
             run["args"] = Args(**run["args"])
             known = "global_step seconds episodes returns wandb_id agent optimizer rng"
-            if missing := set(known.split()) - run.keys():
-                raise ValueError(f"no {missing}")
+            if set(known.split()) - run.keys():
+                raise ValueError("a part is missing")
     except Exception as error:  # a damaged file can fail in any way
         # a TypeError names the argument that Args does not have, in a file that has been changed
         problem = error if isinstance(error, TypeError) else type(error).__name__
@@ -606,7 +606,7 @@ def restore(run: dict, agent: nn.Module, optimizer: torch.optim.Optimizer) -> No
     if "agent" in run:  # a new run has none
         agent.load_state_dict(run["agent"])
         optimizer.load_state_dict(run["optimizer"])
-        # first anew, for a device whose state is not saved (MPS), or was another one's
+        # other numbers than at the start, where no saved state fits: MPS, another number of GPUs
         torch.manual_seed(run["args"].seed + run["global_step"])
         torch.set_rng_state(run["rng"][0])
         if len(run["rng"]) == torch.cuda.device_count() + 1:

@@ -74,8 +74,9 @@ RANK, WORLD_SIZE, LOCAL_RANK = (
 )
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 CORES = max(1, CORES // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))  # this process's part of them
-LAUNCH = f"torchrun --nproc-per-node {os.environ.get('LOCAL_WORLD_SIZE', WORLD_SIZE)}"
-LAUNCH = LAUNCH if WORLD_SIZE > 1 else "python"  # for the commands that are shown
+LAUNCH = "python"  # for the commands that are shown
+if WORLD_SIZE > 1:
+    LAUNCH = f"torchrun --nproc-per-node {os.environ.get('LOCAL_WORLD_SIZE', WORLD_SIZE)}"
 
 
 @dataclass
@@ -799,8 +800,8 @@ def load(flag: str, run_dir: str) -> dict:
         if (script := run["script"]) == SCRIPT:
             run["args"] = Args(**run["args"])
             known = "global_step seconds episodes returns wandb_id agent optimizer rng"
-            if missing := set(known.split()) - run.keys():
-                raise ValueError(f"no {missing}")
+            if set(known.split()) - run.keys():
+                raise ValueError("a part is missing")
     except Exception as error:  # a damaged file can fail in any way
         # a TypeError names the argument that Args does not have, in a file that has been changed
         problem = error if isinstance(error, TypeError) else type(error).__name__
@@ -833,7 +834,7 @@ def restore(run: dict, agent: nn.Module, optimizer: torch.optim.Optimizer) -> No
     if "agent" in run:  # a new run has none
         agent.load_state_dict(run["agent"])
         optimizer.load_state_dict(run["optimizer"])
-        # first anew, for a device whose state was another one's
+        # other numbers than at the start, where no saved state fits: another number of GPUs
         torch.manual_seed(run["args"].seed + run["global_step"] + RANK)
     if len(run.get("rng", ())) > RANK:  # there may be more processes than before
         cpu, *gpus = run["rng"][RANK]

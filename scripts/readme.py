@@ -71,11 +71,12 @@ def length(runs: list[dict]) -> str:
 
 def result(script: str) -> str:
     """The script's main result: mean over its seeds of the last 100 training episodes."""
-    found = {
-        flags: runs
-        for (name, env_id, flags), runs in groups().items()
-        if (name, env_id) == (script, SETTINGS[script][1])
-    }
+    found: dict[str, list[dict]] = {}
+    for (name, env_id, flags), runs in groups().items():
+        if (name, env_id) == (script, SETTINGS[script][1]):
+            # a run that differs only in where, and beside what, it ran counts as one more
+            flags = ", ".join(flag for flag in flags.split(", ") if flag not in ("alone", "xeon"))
+            found.setdefault(flags, []).extend(runs)
     if not found:
         return "not measured yet"
 
@@ -87,7 +88,8 @@ def result(script: str) -> str:
     runs = found[flags]
     mean = statistics.mean(float(run["return_last100"]) for run in runs)
     name = SETTINGS[script][1] + (f" ({flags})" if flags else "")
-    seeds = f"{len(runs)} seed" + "s" * (len(runs) > 1)
+    different = len({run["seed"] for run in runs}) == len(runs)
+    seeds = f"{len(runs)} {'seed' if different else 'run'}" + "s" * (len(runs) > 1)
     mark = "".join({stale(run) for run in runs})
     return f"{name}: {mean:.0f} at {length(runs)} steps, {seeds}{mark}"
 

@@ -224,6 +224,14 @@ def test_docstring_tells_the_diff(name):
     assert re.findall(r"^- (\w+): ", bullets, re.MULTILINE) == differ
 
 
+@each_script
+def test_no_assert_decides_anything(name):
+    """`python -O` leaves them out."""
+    assert not [
+        node for node in ast.walk(ast.parse(source_of(name))) if isinstance(node, ast.Assert)
+    ]
+
+
 # one file is all that is needed
 
 
