@@ -25,6 +25,9 @@ Differs from ppo_atari.py in:
 - Run: the sampler's sizes and memory are checked, lag and waiting shown
 
 Details shown: core 1-12, atari 1-9, lstm 1-5, aux 1 and 3, appo 1-6; core 13 is off.
+Tags in brackets are those of "The 37 Implementation Details of PPO" (Huang et al. 2022,
+iclr-blog-track.github.io/2022/03/25/ppo-implementation-details); beyond: a flag for more than them.
+The algorithm: Schulman et al. 2017, arXiv 1707.06347. baselines: openai/baselines at ea25b9e.
 Expected: Breakout, bf16, 2.1M of 10M steps: 21 and 31 over the last 100 games (20 minutes).
 Not reproducible: which trajectories make a batch depends on timing. --serial is.
 
@@ -86,13 +89,13 @@ CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os
 @dataclass
 class Args:
     env_id: str = "BreakoutNoFrameskip-v4"  # environment; module:Name-v0 imports your own
-    total_timesteps: int = 10_000_000  # agent steps, summed over the environments
+    total_timesteps: int = 10_000_000  # agent steps of all environments; whole batches only
     learning_rate: float = 2.5e-4  # Adam's step size at the start
     num_workers: int = min(CORES, 8)  # processes that step environments; each adds to the lag
-    envs_per_worker: int = 8  # environments in each of them
+    envs_per_worker: int = 8  # environments of each worker
     num_splits: int = 2  # parts of a worker's environments: one steps while others wait; 1: off
     num_policy_workers: int = 1  # processes that choose the actions
-    learner_threads: int = max(1, min(CORES - 9, torch.get_num_threads()))  # to train with
+    learner_threads: int = max(1, min(CORES - 9, torch.get_num_threads()))  # threads of the learner
     num_steps: int = 32  # steps of a trajectory
     anneal_lr: bool = True  # learning rate falls linearly to 0 at total-timesteps
     gamma: float = 0.99  # discount factor
@@ -102,9 +105,9 @@ class Args:
     update_epochs: int = 1  # passes over the batch in one update
     rho_bar: float = 1.0  # V-trace: bound of the ratio that weighs a temporal difference
     c_bar: float = 1.0  # V-trace: bound of the ratio that carries one back in time
-    max_policy_lag: int = 1000  # updates after which a sample is left out; if all are, an error
+    max_policy_lag: int = 1000  # older samples, in updates, are left out; if all are, an error
     norm_adv: bool = True  # normalize advantages, minibatch by minibatch
-    clip_coef: float = 0.1  # a ratio (or value) that moves further earns nothing more
+    clip_coef: float = 0.1  # how far the ratio (and the value) may move in an update
     anneal_clip_coef: bool = False  # clip-coef falls linearly to 0 as well
     clip_vloss: bool = True  # clip the value loss
     ent_coef: float = 0.01  # weight of the entropy bonus
@@ -121,8 +124,8 @@ class Args:
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"  # auto: the fastest here
     compile: bool = False  # torch.compile the network (needs a C++ compiler)
     track: bool = False  # log to Weights & Biases too
-    wandb_project_name: str = "ppo"  # its project
-    wandb_entity: str | None = None  # its team
+    wandb_project_name: str = "ppo"  # W&B project
+    wandb_entity: str | None = None  # W&B team
     capture_video: bool = False  # record the evaluation's first game as MP4
     run_dir: str | None = None  # where the run is kept; default runs/ENV__FILE__SEED__TIME
     checkpoint_every: float = 60.0  # seconds between two checkpoints
@@ -324,7 +327,7 @@ def make_envs(args: Args, num_envs: int, seed: int, frozen: dict | None = None):
 
 def finished_episodes(infos: dict):
     """Yield (environment, return, length) of each episode that ended in this step."""
-    final_info = infos.get("final_info", {})
+    final_info = infos.get("final_info", {})  # _episode says for which environments
     for i in np.flatnonzero(final_info.get("_episode", ())):
         yield i, float(final_info["episode"]["r"][i]), int(final_info["episode"]["l"][i])
 
@@ -465,7 +468,7 @@ def compute_vtrace(
     # does, from there on, all that followed it (c). A ratio above 1 is cut, which bounds variance.
     # With lambda 1 and equal bounds, v_t - V(s_t) is the factor of IMPALA's gradient, rho_t * (r_t
     # + gamma * v_{t+1} - V(s_t)). PPO's loss multiplies it by the ratio once more, as in Sample
-    # Factory: a step that has become half as likely counts a quarter.
+    # Factory: a good step that has become half as likely counts a quarter.
     nextvalues = torch.cat((values[1:], next_value.unsqueeze(0)))
     nextnonterminal = 1.0 - torch.cat((dones[1:], next_done.unsqueeze(0)))
     deltas = ratios.clamp(max=rho_bar) * (rewards + gamma * nextvalues * nextnonterminal - values)
@@ -739,8 +742,7 @@ class Team:
             if self.deaths[member][1] > 5:
                 raise ChildProcessError(f"{who} dies before it has finished a trajectory")
             end_group(process.pid)
-            cause = f"killed by signal {-process.exitcode}"
-            print(f"\n{who} was {cause}: another takes its place", flush=True)
+            show(f"\n{who} was killed by signal {-process.exitcode}: another takes its place\n")
             self.processes[member] = self.start(member)
 
     def close(self):
@@ -755,6 +757,7 @@ class Team:
             if process.exitcode != 0:
                 end_group(process.pid)
                 process.kill()
+        self.processes = []  # this is called again at exit, when their ids may be others'
 
 
 def train(args: Args) -> dict:
@@ -763,7 +766,7 @@ def train(args: Args) -> dict:
     num_columns = args.batch_size // args.num_steps  # environments' trajectories in a batch
     device = pick_device(args)
     torch.manual_seed(args.seed)
-    run, writer = open_run(args)
+    run, writer = open_run(args)  # run: what a checkpoint carries on
     global_step = run["global_step"]
 
     envs, next_obs = make_envs(args, 1, args.seed)
@@ -854,7 +857,7 @@ def train(args: Args) -> dict:
         )
 
         def rows(tensor):
-            """Without a core, every sample is a row of its own; with one, a whole trajectory is."""
+            """Put what is shuffled along dim 1: samples or, with a core, whole trajectories."""
             tensor = tensor[: args.num_steps]
             return tensor if args.rnn == "gru" else tensor.flatten(0, 1).unsqueeze(0)
 
@@ -1012,10 +1015,11 @@ def check(args: Args) -> None:
         fail("evaluate", "needs --eval-episodes of at least 1, and no --resume")
     if args.capture_video and not args.eval_episodes:
         fail("capture_video", "films the evaluation: needs --eval-episodes, or --no-capture-video")
-    if args.device != "auto" and not torch.get_device_module(args.device).device_count():
+    if args.device != "auto" and not torch.get_device_module(args.device).is_available():
         fail("device", f"PyTorch {torch.__version__} finds no {args.device} here: use --device cpu")
     folder = Path(args.run_dir or "runs").absolute()
-    if not (args.resume or args.evaluate) and os.path.exists(folder / "checkpoint.pt"):
+    begun = args.run_dir and os.path.exists(folder / "checkpoint.pt")
+    if begun and not (args.resume or args.evaluate):
         fail("run_dir", f"{folder} holds a run: --resume it, or choose another directory")
     if any(len(os.fsencode(name)) > 255 for name in folder.parts):
         fail("run_dir", "a directory's name has at most 255 bytes: choose a shorter one")
@@ -1049,8 +1053,8 @@ def try_out(args: Args) -> None:
             os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # drawing needs no screen
             env = gym.make(args.env_id, render_mode="rgb_array")
             env.reset(seed=args.seed)
-            if not isinstance(frame := env.render(), np.ndarray):
-                fail(flag, f"{args.env_id} renders no image, but {frame!r}")
+            if np.ndim(frame := env.render()) != 3:
+                fail(flag, f"{args.env_id} renders no image in color, but {frame!r}")
             env.close()
         if args.track:
             flag = "track"
@@ -1060,7 +1064,7 @@ def try_out(args: Args) -> None:
                 fail(flag, "W&B has no key here: run `wandb login`, or set WANDB_MODE=offline")
         if args.compile:
             flag = "compile"
-            torch.compile(torch.sin)(torch.ones(1))
+            torch.compile(torch.sin)(torch.ones(1, device=pick_device(args)))
     except (gym.error.NameNotFound, gym.error.NamespaceNotFound) as error:
         fail(flag, f"{error} (your own: module:Name-v0)")
     except Exception as error:
@@ -1086,17 +1090,16 @@ def load(flag: str, run_dir: str) -> dict:
         if zipfile.ZipFile(path).testzip():  # compares checksums, which torch.load does not
             raise ValueError("wrong checksum")
         run = torch.load(path, map_location="cpu", weights_only=True)
-        if (script := run["script"]) == SCRIPT:
-            run["args"] = Args(**run["args"])
-            known = "global_step seconds episodes returns wandb_id agent optimizer rng"
-            if set(known.split()) - run.keys():
-                raise ValueError("a part is missing")
+        if run["script"] != SCRIPT:
+            fail(flag, f"{path} was written by {run['script']}.py: use that file")
+        run["args"] = Args(**run["args"])
+        known = "global_step seconds episodes returns wandb_id agent optimizer rng"
+        if set(known.split()) - run.keys():
+            raise ValueError("a part is missing")
     except Exception as error:  # a damaged file can fail in any way
         # a TypeError names the argument that Args does not have, in a file that has been changed
         problem = error if isinstance(error, TypeError) else type(error).__name__
         fail(flag, f"{path} is damaged, or no checkpoint of this {SCRIPT}.py: {problem}")
-    if script != SCRIPT:
-        fail(flag, f"{path} was written by {script}.py: use that file")
     return run
 
 
@@ -1132,10 +1135,12 @@ def pick_device(args: Args) -> torch.device:
     """Choose the device, and set PyTorch up for it."""
     device = args.device
     if device == "auto":
-        device = next(d for d in AUTO_DEVICES if torch.get_device_module(d).device_count())
+        device = next(d for d in AUTO_DEVICES if torch.get_device_module(d).is_available())
     if device == "cuda" and args.torch_deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
+        # no memory is read before it is written here: filling it first would only take time
+        torch.utils.deterministic.fill_uninitialized_memory = False
     worker = multiprocessing.parent_process() is not None
     torch.set_num_threads(TORCH_THREADS if worker else args.learner_threads)
     return torch.device(device)
@@ -1220,7 +1225,7 @@ def evaluate(args: Args, run: dict) -> list[float]:
     One game each: the first games to end would be the short ones. Actions are sampled as in
     training, but from a random stream of its own: evaluating changes no training.
     """
-    print(f"playing {args.eval_episodes} games", flush=True)
+    print(f"playing {args.eval_episodes} games to their end; Ctrl-C stops", flush=True)
     device, scores = pick_device(args), {}
     gpus = range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0)
     with torch.random.fork_rng(gpus), torch.inference_mode():
@@ -1292,7 +1297,7 @@ def parse(argv: list[str] | None = None) -> Args:
         if step // batch_size >= args.total_timesteps // batch_size:
             fail(flag, f"{run_dir} is finished: go further with --total-timesteps")
         if step % batch_size:
-            fail(flag, f"step {step} is no multiple of a batch of {batch_size} samples")
+            fail(flag, f"choose a batch size that divides step {step}: {batch_size} does not")
         if args.stop_at and args.stop_at <= step:
             fail("stop_at", f"{run_dir} is at step {step} already")
     if run_dir:  # try its weights before anything is written there

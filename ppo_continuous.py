@@ -14,6 +14,9 @@ Differs from ppo.py in:
 - Training: the statistics go into the checkpoint, and come back out of it
 
 Details shown: core 1-13, continuous 1-9, aux 1 and 3.
+Tags in brackets are those of "The 37 Implementation Details of PPO" (Huang et al. 2022,
+iclr-blog-track.github.io/2022/03/25/ppo-implementation-details); beyond: a flag for more than them.
+The algorithm: Schulman et al. 2017, arXiv 1707.06347. baselines: openai/baselines at ea25b9e.
 Expected: HalfCheetah-v4, 1M steps: 1468 to 3512 over the last 100 episodes (seeds 1 to 3).
 
     python ppo_continuous.py --env-id HalfCheetah-v4 --seed 1
@@ -57,7 +60,7 @@ except ModuleNotFoundError as error:
 @dataclass
 class Args:
     env_id: str = "HalfCheetah-v4"  # environment; module:Name-v0 imports your own
-    total_timesteps: int = 1_000_000  # agent steps, summed over the environments
+    total_timesteps: int = 1_000_000  # agent steps of all environments; whole rollouts only
     learning_rate: float = 3e-4  # Adam's step size at the start
     num_envs: int = 1  # environments stepped side by side
     num_steps: int = 2048  # steps in each environment between two updates
@@ -67,7 +70,7 @@ class Args:
     num_minibatches: int = 32  # parts into which each epoch cuts the batch
     update_epochs: int = 10  # passes over the batch in one update
     norm_adv: bool = True  # normalize advantages, minibatch by minibatch
-    clip_coef: float = 0.2  # a ratio (or value) that moves further earns nothing more
+    clip_coef: float = 0.2  # how far the ratio (and the value) may move in an update
     anneal_clip_coef: bool = False  # clip-coef falls linearly to 0 as well
     clip_vloss: bool = True  # clip the value loss
     ent_coef: float = 0.0  # weight of the entropy bonus
@@ -81,8 +84,8 @@ class Args:
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"  # auto: the fastest here
     compile: bool = False  # torch.compile the network (needs a C++ compiler)
     track: bool = False  # log to Weights & Biases too
-    wandb_project_name: str = "ppo"  # its project
-    wandb_entity: str | None = None  # its team
+    wandb_project_name: str = "ppo"  # W&B project
+    wandb_entity: str | None = None  # W&B team
     capture_video: bool = False  # record the evaluation's first game as MP4
     run_dir: str | None = None  # where the run is kept; default runs/ENV__FILE__SEED__TIME
     checkpoint_every: float = 60.0  # seconds between two checkpoints
@@ -214,7 +217,7 @@ def make_envs(args: Args, num_envs: int, seed: int, frozen=None, resumed=None):
 
 def finished_episodes(infos: dict):
     """Yield (environment, return, length) of each episode that ended in this step."""
-    final_info = infos.get("final_info", {})
+    final_info = infos.get("final_info", {})  # _episode says for which environments
     for i in np.flatnonzero(final_info.get("_episode", ())):
         yield i, float(final_info["episode"]["r"][i]), int(final_info["episode"]["l"][i])
 
@@ -235,8 +238,8 @@ def wrong_space(env: gym.Env) -> str | None:
 
 
 # === Agent
-TORCH_THREADS = 1  # layers of 64 units are too small to gain from a second thread,
-AUTO_DEVICES = ("cpu",)  # or from a GPU
+TORCH_THREADS = 1  # layers of 64 units are too small to gain from a second thread
+AUTO_DEVICES = ("cpu",)  # nor from a GPU: --device cuda forces one
 
 
 def layer_init(layer: nn.Module, std: float = np.sqrt(2), bias_const: float = 0.0) -> nn.Module:
@@ -251,7 +254,7 @@ class Agent(nn.Module):
         super().__init__()
         obs_size = envs.single_observation_space.shape[0]
         action_shape = envs.single_action_space.shape
-        # [core 13] Separate networks for policy and value: neither disturbs what the other learns
+        # [core 13] Separate networks for policy and value: only core 11 looks at both together
         # [continuous 4] Two layers of 64 units and tanh in each of them
         self.critic = nn.Sequential(
             layer_init(nn.Linear(obs_size, 64)),
@@ -319,7 +322,7 @@ def train(args: Args) -> dict:
     num_iterations = args.total_timesteps // batch_size
     device = pick_device(args)
     torch.manual_seed(args.seed)
-    run, writer = open_run(args)
+    run, writer = open_run(args)  # run: what a checkpoint carries on
     global_step = run["global_step"]
 
     # [core 1] Vectorized architecture: num_envs environments step together for num_steps, then the
@@ -511,10 +514,11 @@ def check(args: Args) -> None:
         fail("evaluate", "needs --eval-episodes of at least 1, and no --resume")
     if args.capture_video and not args.eval_episodes:
         fail("capture_video", "films the evaluation: needs --eval-episodes, or --no-capture-video")
-    if args.device != "auto" and not torch.get_device_module(args.device).device_count():
+    if args.device != "auto" and not torch.get_device_module(args.device).is_available():
         fail("device", f"PyTorch {torch.__version__} finds no {args.device} here: use --device cpu")
     folder = Path(args.run_dir or "runs").absolute()
-    if not (args.resume or args.evaluate) and os.path.exists(folder / "checkpoint.pt"):
+    begun = args.run_dir and os.path.exists(folder / "checkpoint.pt")
+    if begun and not (args.resume or args.evaluate):
         fail("run_dir", f"{folder} holds a run: --resume it, or choose another directory")
     if any(len(os.fsencode(name)) > 255 for name in folder.parts):
         fail("run_dir", "a directory's name has at most 255 bytes: choose a shorter one")
@@ -542,8 +546,8 @@ def try_out(args: Args) -> None:
             os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # drawing needs no screen
             env = gym.make(args.env_id, render_mode="rgb_array")
             env.reset(seed=args.seed)
-            if not isinstance(frame := env.render(), np.ndarray):
-                fail(flag, f"{args.env_id} renders no image, but {frame!r}")
+            if np.ndim(frame := env.render()) != 3:
+                fail(flag, f"{args.env_id} renders no image in color, but {frame!r}")
             env.close()
         if args.track:
             flag = "track"
@@ -553,7 +557,7 @@ def try_out(args: Args) -> None:
                 fail(flag, "W&B has no key here: run `wandb login`, or set WANDB_MODE=offline")
         if args.compile:
             flag = "compile"
-            torch.compile(torch.sin)(torch.ones(1))
+            torch.compile(torch.sin)(torch.ones(1, device=pick_device(args)))
     except (gym.error.NameNotFound, gym.error.NamespaceNotFound) as error:
         hint = "Atari: ppo_atari.py, ViZDoom: ppo_multidiscrete.py, your own: module:Name-v0"
         fail(flag, f"{error} ({hint})")
@@ -571,17 +575,16 @@ def load(flag: str, run_dir: str) -> dict:
         if zipfile.ZipFile(path).testzip():  # compares checksums, which torch.load does not
             raise ValueError("wrong checksum")
         run = torch.load(path, map_location="cpu", weights_only=True)
-        if (script := run["script"]) == SCRIPT:
-            run["args"] = Args(**run["args"])
-            known = "global_step seconds episodes returns wandb_id agent optimizer rng"
-            if set(known.split()) - run.keys():
-                raise ValueError("a part is missing")
+        if run["script"] != SCRIPT:
+            fail(flag, f"{path} was written by {run['script']}.py: use that file")
+        run["args"] = Args(**run["args"])
+        known = "global_step seconds episodes returns wandb_id agent optimizer rng"
+        if set(known.split()) - run.keys():
+            raise ValueError("a part is missing")
     except Exception as error:  # a damaged file can fail in any way
         # a TypeError names the argument that Args does not have, in a file that has been changed
         problem = error if isinstance(error, TypeError) else type(error).__name__
         fail(flag, f"{path} is damaged, or no checkpoint of this {SCRIPT}.py: {problem}")
-    if script != SCRIPT:
-        fail(flag, f"{path} was written by {script}.py: use that file")
     return run
 
 
@@ -617,10 +620,12 @@ def pick_device(args: Args) -> torch.device:
     """Choose the device, and set PyTorch up for it."""
     device = args.device
     if device == "auto":
-        device = next(d for d in AUTO_DEVICES if torch.get_device_module(d).device_count())
+        device = next(d for d in AUTO_DEVICES if torch.get_device_module(d).is_available())
     if device == "cuda" and args.torch_deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
+        # no memory is read before it is written here: filling it first would only take time
+        torch.utils.deterministic.fill_uninitialized_memory = False
     torch.set_num_threads(TORCH_THREADS)
     return torch.device(device)
 
@@ -700,7 +705,7 @@ def evaluate(args: Args, run: dict) -> list[float]:
     One game each: the first games to end would be the short ones. Actions are sampled as in
     training, but from a random stream of its own: evaluating changes no training.
     """
-    print(f"playing {args.eval_episodes} games", flush=True)
+    print(f"playing {args.eval_episodes} games to their end; Ctrl-C stops", flush=True)
     device, scores = pick_device(args), {}
     gpus = range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0)
     with torch.random.fork_rng(gpus), torch.inference_mode():
@@ -767,7 +772,7 @@ def parse(argv: list[str] | None = None) -> Args:
         if step // batch_size >= args.total_timesteps // batch_size:
             fail(flag, f"{run_dir} is finished: go further with --total-timesteps")
         if step % batch_size:
-            fail(flag, f"step {step} is no multiple of a batch of {batch_size} samples")
+            fail(flag, f"choose a batch size that divides step {step}: {batch_size} does not")
         if args.stop_at and args.stop_at <= step:
             fail("stop_at", f"{run_dir} is at step {step} already")
     if run_dir:  # try its weights before anything is written there

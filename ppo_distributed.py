@@ -16,6 +16,9 @@ Differs from ppo_atari.py in:
 Details shown: core 1-12, atari 1-9, aux 1-3; core 13 is off. torchrun starts the processes, each
 with the environment variables RANK and WORLD_SIZE; without torchrun there is one process. Machines
 need a --run-dir that all of them see.
+Tags in brackets are those of "The 37 Implementation Details of PPO" (Huang et al. 2022,
+iclr-blog-track.github.io/2022/03/25/ppo-implementation-details); beyond: a flag for more than them.
+The algorithm: Schulman et al. 2017, arXiv 1707.06347. baselines: openai/baselines at ea25b9e.
 Expected: Breakout, 334k of 10M steps: 14.7 over the last 100 games (seed 1, 2 processes, fp32).
 
     OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 ppo_distributed.py    # one thread each
@@ -82,7 +85,7 @@ if WORLD_SIZE > 1:
 @dataclass
 class Args:
     env_id: str = "BreakoutNoFrameskip-v4"  # environment; module:Name-v0 imports your own
-    total_timesteps: int = 10_000_000  # agent steps, summed over the environments
+    total_timesteps: int = 10_000_000  # agent steps of all environments; whole rollouts only
     learning_rate: float = 2.5e-4  # Adam's step size at the start
     num_envs: int = 8  # environments stepped side by side, in all processes together
     num_steps: int = 128  # steps in each environment between two updates
@@ -92,7 +95,7 @@ class Args:
     num_minibatches: int = 4  # parts into which each epoch cuts the batch
     update_epochs: int = 4  # passes over the batch in one update
     norm_adv: bool = True  # normalize advantages, minibatch by minibatch
-    clip_coef: float = 0.1  # a ratio (or value) that moves further earns nothing more
+    clip_coef: float = 0.1  # how far the ratio (and the value) may move in an update
     anneal_clip_coef: bool = False  # clip-coef falls linearly to 0 as well
     clip_vloss: bool = True  # clip the value loss
     ent_coef: float = 0.01  # weight of the entropy bonus
@@ -108,8 +111,8 @@ class Args:
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: a GPU for each process, if there is one
     compile: bool = False  # torch.compile the network (needs a C++ compiler)
     track: bool = False  # log to Weights & Biases too
-    wandb_project_name: str = "ppo"  # its project
-    wandb_entity: str | None = None  # its team
+    wandb_project_name: str = "ppo"  # W&B project
+    wandb_entity: str | None = None  # W&B team
     capture_video: bool = False  # record the evaluation's first game as MP4
     run_dir: str | None = None  # where the run is kept; default runs/ENV__FILE__SEED__TIME
     checkpoint_every: float = 60.0  # seconds between two checkpoints
@@ -358,7 +361,7 @@ def make_envs(args: Args, num_envs: int, seed: int, frozen: dict | None = None):
 
 def finished_episodes(infos: dict):
     """Yield (environment, return, length) of each episode that ended in this step."""
-    final_info = infos.get("final_info", {})
+    final_info = infos.get("final_info", {})  # _episode says for which environments
     for i in np.flatnonzero(final_info.get("_episode", ())):
         yield i, float(final_info["episode"]["r"][i]), int(final_info["episode"]["l"][i])
 
@@ -497,7 +500,7 @@ def train(args: Args) -> dict:
     device = pick_device(args)
     connect(args, device)
     torch.manual_seed(args.seed)
-    run, writer = open_run(args)
+    run, writer = open_run(args)  # run: what a checkpoint carries on
     global_step = run["global_step"]
 
     # [core 1] Vectorized architecture: num_envs environments step together for num_steps, then the
@@ -696,10 +699,10 @@ def fail(flag: str, problem: object) -> NoReturn:
 
 
 def wait_for_the_first() -> None:
-    """Leave what all processes know to the first on this machine; then torchrun ends the others."""
+    """Let the first on this machine report what all have found; torchrun then ends the others."""
     if LOCAL_RANK > 0:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        time.sleep(10)  # nobody has ended this one: only it found a mistake, so it says so
+        time.sleep(10)  # still alive: the others have found nothing, so this one reports it
 
 
 def check(args: Args) -> None:
@@ -736,11 +739,13 @@ def check(args: Args) -> None:
         fail("num_envs", f"{WORLD_SIZE} processes cannot share {args.num_envs} evenly")
     if batch_size // WORLD_SIZE % args.num_minibatches:
         fail("num_minibatches", f"{args.num_minibatches} does not divide the share of a process")
-    gpus, processes = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if (gpus or args.device == "cuda") and args.device != "cpu" and gpus < processes:
         fail("device", f"{processes} processes need a GPU each, not {gpus}: use --device cpu")
     folder = Path(args.run_dir or "runs").absolute()
-    if not (args.resume or args.evaluate) and os.path.exists(folder / "checkpoint.pt"):
+    begun = args.run_dir and os.path.exists(folder / "checkpoint.pt")
+    if begun and not (args.resume or args.evaluate):
         fail("run_dir", f"{folder} holds a run: --resume it, or choose another directory")
     if any(len(os.fsencode(name)) > 255 for name in folder.parts):
         fail("run_dir", "a directory's name has at most 255 bytes: choose a shorter one")
@@ -768,8 +773,8 @@ def try_out(args: Args) -> None:
             os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # drawing needs no screen
             env = gym.make(args.env_id, render_mode="rgb_array")
             env.reset(seed=args.seed)
-            if not isinstance(frame := env.render(), np.ndarray):
-                fail(flag, f"{args.env_id} renders no image, but {frame!r}")
+            if np.ndim(frame := env.render()) != 3:
+                fail(flag, f"{args.env_id} renders no image in color, but {frame!r}")
             env.close()
         if args.track:
             flag = "track"
@@ -779,7 +784,7 @@ def try_out(args: Args) -> None:
                 fail(flag, "W&B has no key here: run `wandb login`, or set WANDB_MODE=offline")
         if args.compile:
             flag = "compile"
-            torch.compile(torch.sin)(torch.ones(1))
+            torch.compile(torch.sin)(torch.ones(1, device=pick_device(args)))
     except (gym.error.NameNotFound, gym.error.NamespaceNotFound) as error:
         hint = "Atari: ppo_atari.py, ViZDoom: ppo_multidiscrete.py, your own: module:Name-v0"
         fail(flag, f"{error} ({hint})")
@@ -797,17 +802,16 @@ def load(flag: str, run_dir: str) -> dict:
         if zipfile.ZipFile(path).testzip():  # compares checksums, which torch.load does not
             raise ValueError("wrong checksum")
         run = torch.load(path, map_location="cpu", weights_only=True)
-        if (script := run["script"]) == SCRIPT:
-            run["args"] = Args(**run["args"])
-            known = "global_step seconds episodes returns wandb_id agent optimizer rng"
-            if set(known.split()) - run.keys():
-                raise ValueError("a part is missing")
+        if run["script"] != SCRIPT:
+            fail(flag, f"{path} was written by {run['script']}.py: use that file")
+        run["args"] = Args(**run["args"])
+        known = "global_step seconds episodes returns wandb_id agent optimizer rng"
+        if set(known.split()) - run.keys():
+            raise ValueError("a part is missing")
     except Exception as error:  # a damaged file can fail in any way
         # a TypeError names the argument that Args does not have, in a file that has been changed
         problem = error if isinstance(error, TypeError) else type(error).__name__
         fail(flag, f"{path} is damaged, or no checkpoint of this {SCRIPT}.py: {problem}")
-    if script != SCRIPT:
-        fail(flag, f"{path} was written by {script}.py: use that file")
     return run
 
 
@@ -848,18 +852,20 @@ def pick_device(args: Args) -> torch.device:
     device = args.device
     if device == "auto":
         devices = [d for d in AUTO_DEVICES if d != "mps"]  # which has no all_reduce
-        device = next(d for d in devices if torch.get_device_module(d).device_count())
+        device = next(d for d in devices if torch.get_device_module(d).is_available())
+    if device == "cuda":
+        torch.cuda.set_device(LOCAL_RANK)
     if device == "cuda" and args.torch_deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
+        # no memory is read before it is written here: filling it first would only take time
+        torch.utils.deterministic.fill_uninitialized_memory = False
     torch.set_num_threads(TORCH_THREADS)
     return torch.device(device)
 
 
 def connect(args: Args, device: torch.device) -> None:
     """Join the other processes; one that torchrun did not start is a group of its own."""
-    if device.type == "cuda":
-        torch.cuda.set_device(LOCAL_RANK)
     if "RANK" in os.environ:
         # torchrun keeps its store, and a restarted group must not find the addresses of the dead
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -965,7 +971,7 @@ def evaluate(args: Args, run: dict) -> list[float]:
     One game each: the first games to end would be the short ones. Actions are sampled as in
     training, but from a random stream of its own: evaluating changes no training.
     """
-    print(f"playing {args.eval_episodes} games", flush=True)
+    print(f"playing {args.eval_episodes} games to their end; Ctrl-C stops", flush=True)
     device, scores = pick_device(args), {}
     gpus = range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0)
     with torch.random.fork_rng(gpus), torch.inference_mode():
@@ -1041,7 +1047,7 @@ def parse(argv: list[str] | None = None) -> Args:
         if step // batch_size >= args.total_timesteps // batch_size:
             fail(flag, f"{run_dir} is finished: go further with --total-timesteps")
         if step % batch_size:
-            fail(flag, f"step {step} is no multiple of a batch of {batch_size} samples")
+            fail(flag, f"choose a batch size that divides step {step}: {batch_size} does not")
         if args.stop_at and args.stop_at <= step:
             fail("stop_at", f"{run_dir} is at step {step} already")
     if run_dir:  # try its weights before anything is written there

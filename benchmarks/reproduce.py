@@ -4,9 +4,10 @@
     python benchmarks/reproduce.py sweeps/atari.yaml --jobs 1 -- --stop-at 500000 --precision bf16
     python benchmarks/reproduce.py sweeps/mujoco.yaml --list    # commands, and how far they are
 
-One process for each core, one torch thread each. What follows -- is added to every command. Runs
-are kept in runs/SWEEP/CELL, so the same command again goes on: finished cells are left alone, begun
-ones resumed, failed ones tried again. (Of the flags, only --stop-at, --eval-episodes and
+As many runs at a time as --jobs says, by default one for each core; PyTorch's threads are shared
+out among them. What follows -- is added to every command. Runs are kept in runs/SWEEP/CELL, so the
+same command again goes on: finished cells are left alone, begun ones resumed, failed ones tried
+again. (Of the flags, only --stop-at, --eval-episodes and
 --checkpoint-every may change on the way; for others --out names another place.) Ctrl-C lets every
 run save and end. A cell belongs to the process that trains it for as long as that lives, so nothing
 runs twice, not even beside a second reproduce.py or after one that was killed. Exit code 1 if a
@@ -110,8 +111,8 @@ class Cell:
         stop_at = self.command.index("--stop-at") + 1 if "--stop-at" in self.command else None
         return result["finished"] or bool(stop_at and result["steps"] >= int(self.command[stop_at]))
 
-    def start(self) -> str:
-        """Start or resume the run. Returns why not, "" if it runs.
+    def start(self, threads: int = 1) -> str:
+        """Start or resume the run, with so many torch threads. Returns why not, "" if it runs.
 
         Not if another process trains it, or has begun it with other flags, which is a failure.
         """
@@ -135,7 +136,7 @@ class Cell:
             # the child inherits the lock, and the lock is gone when the last that has it is
             self.process = subprocess.Popen(
                 [*self.command, *words],
-                env=os.environ | {"OMP_NUM_THREADS": "1"},
+                env=os.environ | {"OMP_NUM_THREADS": str(threads)},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -196,7 +197,7 @@ def run(pool: list[Cell], jobs: int) -> int:
             cell = waiting.pop(0)
             if cell.done():  # by another reproduce.py, meanwhile
                 continue
-            if why_not := cell.start():
+            if why_not := cell.start(threads=max(1, CORES // jobs)):
                 print(f"{cell.name} {why_not}", flush=True)
             else:
                 running.append(cell)

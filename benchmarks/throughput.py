@@ -142,9 +142,13 @@ def arguments(case: Case):
 
 
 def flags_of(case: Case) -> list[str]:
-    """appo_async.py has no --num-envs: so many workers, so many environments in each."""
+    """Flags of ours, on the CPU as the peers.
+
+    appo_async.py has no --num-envs: so many workers, so many environments in each.
+    """
     own = case.script == "appo_async"
-    return case.flags if own else [*case.flags, "--num-envs", str(case.num_envs)]
+    sizes = case.flags if own else [*case.flags, "--num-envs", str(case.num_envs)]
+    return [*sizes, "--device", "cpu"]
 
 
 def batch_of(args) -> int:

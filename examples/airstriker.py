@@ -1,10 +1,12 @@
 """Airstriker, a shooter for the Sega Genesis: an action has parts of 3, 3 and 14 choices.
 
     pip install stable-retro==1.0.1
-    python ppo_multidiscrete.py --env-id examples.airstriker:Airstriker-v0 --vector-mode async
+    python ppo_multidiscrete.py --env-id examples.airstriker:Airstriker-v0 --vector-mode async \
+        --num-envs 2 --eval-episodes 2
 
-stable-retro brings the game along. It allows one emulator in a process, so every environment needs
-one of its own: --vector-mode async, which a run remembers when it is resumed or evaluated.
+stable-retro brings the game along. It allows one emulator in a process, and --vector-mode async has
+a process for each core: neither number may be larger than that of the cores (two here). A run
+remembers all three when it is resumed or evaluated.
 """
 
 import os

@@ -19,7 +19,10 @@ from scipy import stats
 
 SETTINGS = {
     "ppo": ("classic control, two networks", "CartPole-v1"),
-    "ppo_shared": ("classic control, one trunk: worse here, the step to images", "CartPole-v1"),
+    "ppo_shared": (
+        "classic control, one trunk: scores less, leads to the image files",
+        "CartPole-v1",
+    ),
     "ppo_atari": ("Atari, from pixels", "BreakoutNoFrameskip-v4"),
     "ppo_continuous": ("MuJoCo, continuous actions", "HalfCheetah-v4"),
     "ppo_distributed": ("Atari, on several processes or machines", "BreakoutNoFrameskip-v4"),

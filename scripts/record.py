@@ -16,6 +16,7 @@ whole Training block is what it was.
 """
 
 import argparse
+import ast
 import contextlib
 import csv
 import fcntl
@@ -43,7 +44,7 @@ import numpy as np
 ROOT = Path(__file__).resolve().parent.parent
 BLOCKS = ("Environment", "Agent", "Advantages", "Training")
 # functions that refuse an environment or clean up after a fault: no number depends on them
-ASIDE = ("wrong_space", "end_orphan", "end_group")
+ASIDE = ("wrong_space", "end_orphan", "end_group", "Team.look_after", "Team.close")
 PACKAGES = ("torch", "gymnasium", "numpy", "ale-py", "mujoco", "vizdoom")
 COLUMNS = [
     *("run", "script", "env_id", "seed", "steps", "total_timesteps", "return_last100"),
@@ -73,10 +74,16 @@ def blocks_of(source: str) -> dict[str, str]:
 
 def code_hash(source: str) -> str:
     """Hash what decides a result: four blocks of a script, without what is in ASIDE."""
-    blocks = blocks_of(source)
+    lines, body = source.splitlines(), ast.parse(source).body
+    functions = {node.name: node for node in body if isinstance(node, ast.FunctionDef)}
+    for part in (node for node in body if isinstance(node, ast.ClassDef)):
+        methods = (node for node in part.body if isinstance(node, ast.FunctionDef))
+        functions |= {f"{part.name}.{node.name}": node for node in methods}
+    for name in ASIDE:
+        if node := functions.get(name):
+            lines[node.lineno - 1 : node.end_lineno] = [""] * (node.end_lineno - node.lineno + 1)
+    blocks = blocks_of("\n".join(lines) + "\n")
     text = "".join(blocks[name] for name in BLOCKS)
-    aside = rf"^def ({'|'.join(ASIDE)})\(.*?(?=^\S)"  # to the next line that is not indented
-    text = re.sub(aside, "", text, flags=re.MULTILINE | re.DOTALL)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
@@ -209,6 +216,7 @@ def record(run_dir: Path, replace: bool = False, label: str = "") -> dict:
     checkpoint = torch.load(run_dir / "checkpoint.pt", map_location="cpu", weights_only=True)
     script, args = checkpoint["script"], checkpoint["args"]
     source = (run_dir / "source.py").read_text()
+    commit = commit_of(script, source)  # before it is executed: nobody else's code is
     row = json.loads((run_dir / "result.json").read_text())
     if row["finished"]:
         args["stop_at"] = None  # it stopped nothing
@@ -228,7 +236,7 @@ def record(run_dir: Path, replace: bool = False, label: str = "") -> dict:
     row |= {key: args[key] for key in ("env_id", "seed", "total_timesteps")}
     row |= {package: importlib.metadata.version(package) for package in PACKAGES}
     row |= {"run": name, "script": script, "blocks": code_hash(source), "machine": machine()}
-    row |= {"commit": commit_of(script, source), "python": platform.python_version()}
+    row |= {"commit": commit, "python": platform.python_version()}
     processes = len(checkpoint["rng"]) if script == "ppo_distributed" else 1  # one state of each
     start = ["torchrun", "--nproc-per-node", str(processes)] if processes > 1 else ["python"]
     row["command"] = shlex.join([*start, f"{script}.py", *flags])

@@ -13,6 +13,9 @@ import torch
 from processes import Forked
 from vizdoom import gymnasium_wrapper  # noqa: F401
 
+# On a machine with a GPU as well: PyTorch forbids a fork to compute gradients after its parent has
+# computed some there, and what runs in this process would go to the GPU.
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = ("ppo", "ppo_shared", "ppo_atari", "ppo_continuous", "ppo_lstm", "ppo_multidiscrete")
 SCRIPTS += ("envpool_ppo", "ppo_distributed", "appo_async")

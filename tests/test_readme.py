@@ -185,7 +185,18 @@ def test_rows_come_from_their_commit(row):
     assert hash_at(row["commit"], row["script"]) == row["blocks"].split()[0]
 
 
-@pytest.mark.parametrize("table", ["speed", "ablations"])
+def test_a_foreign_source_is_not_executed(tmp_path):
+    """Somebody's run may hold any code: only what stands in the history is run to be recorded."""
+    ppo = load_script("ppo")
+    ppo.train(ppo.Args(**TINY["ppo"], run_dir=str(tmp_path), eval_episodes=0))
+    with open(tmp_path / "source.py", "a") as file:
+        file.write(f"Path({str(tmp_path / 'executed')!r}).touch()\n")
+    with pytest.raises(SystemExit, match=r"no commit holds the ppo\.py of this run"):
+        record.record(tmp_path)
+    assert not (tmp_path / "executed").exists()
+
+
+@pytest.mark.parametrize("table", ["speed", "speed_xeon", "ablations"])
 def test_other_rows_come_from_their_commit(table):
     with open(ROOT / "results" / f"{table}.csv", newline="") as file:
         for row in csv.DictReader(file):

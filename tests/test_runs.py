@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import termios
+import time
 from ctypes.util import find_library
 from dataclasses import asdict
 from itertools import pairwise
@@ -185,6 +186,18 @@ def test_same_seed_same_run(script):
     assert same_state(one, two)
     assert one["returns"] == two["returns"]
     assert scalars("one") == scalars("two")
+
+
+@pytest.mark.parametrize("name", ["ppo_atari", "ppo_lstm", "ppo_multidiscrete", "appo_async"])
+def test_same_seed_same_run_with_two_threads(name, monkeypatch):
+    """As the files run where there are two cores; all other tests have one thread."""
+    script = load_script(name)
+    monkeypatch.setattr(script, "TORCH_THREADS", 2)
+    sizes = {"num_envs": 4, "num_steps": 32, "total_timesteps": 256}
+    sizes |= {"learner_threads": 2} if name == "appo_async" else {}
+    one, two = (train(script, folder, **sizes) for folder in ("one", "two"))
+    assert torch.get_num_threads() == 2
+    assert same_state(one, two)
 
 
 def test_another_seed_another_run(script):
@@ -387,7 +400,44 @@ def test_metrics(script):
     # the learner of appo_async.py sees the end of an episode with the batch that it is in
     ends = {32, 64} if script.SCRIPT == "appo_async" else {16, 32, 48, 64}
     assert {step for step, _ in curves["charts/episodic_return"]} == ends
-    assert {float(value) for _, value in curves["charts/episodic_length"]} != {0.0}
+    # agent steps, or what an EvenAtari counts: frames, with those of its no-ops and of FIRE
+    length = EvenAtari.NOOPS + 8 + 32 if EVEN[script.SCRIPT] == "EvenAtari-v0" else 8
+    assert {float(value) for _, value in curves["charts/episodic_length"]} == {float(length)}
+
+
+def test_a_checkpoint_is_on_the_disk_before_it_takes_the_place_of_the_last(script, monkeypatch):
+    """A power cut shows what a kill does not: a renamed file whose content was never written."""
+    calls, fsync, replace = [], os.fsync, os.replace
+
+    def synced(descriptor):
+        path = os.readlink(f"/proc/self/fd/{descriptor}")
+        calls.append(("fsync", Path(path).name, os.fstat(descriptor).st_size))
+        fsync(descriptor)
+
+    def renamed(old, new):
+        calls.append(("replace", Path(old).name, os.stat(old).st_size))
+        replace(old, new)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "replace", renamed)
+    train(script, "run", checkpoint_every=0.0)
+    saves = [call for call in calls if call[1] == "checkpoint.tmp"]
+    assert [how for how, *_ in saves] == ["fsync", "replace"] * 2
+    assert all(a[2] == b[2] > 0 for a, b in zip(saves[::2], saves[1::2], strict=True))
+
+
+def test_seconds_are_those_of_training(script, monkeypatch):
+    """Without what it takes to make the environments."""
+    late, clock, make_envs = [0.0], time.time, script.make_envs
+
+    def slow(*args, **kwargs):
+        late[0] += 1000.0
+        return make_envs(*args, **kwargs)
+
+    monkeypatch.setattr(script.time, "time", lambda: clock() + late[0])
+    monkeypatch.setattr(script, "make_envs", slow)
+    run = train(script, "run")
+    assert late[0] >= 1000 and 0 < run["seconds"] < 1000
 
 
 def test_default_run_dir(script, monkeypatch):
@@ -487,6 +537,15 @@ def test_one_game_in_each_environment(capsys):
     args = script.parse(["--evaluate", "run", "--eval-episodes", "4"])
     assert sorted(script.evaluate(args, run)) == [2.0, 2.0, 20.0, 20.0]
     assert "score 11.0 ± 9.0 over 4 games" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["ppo", "ppo_shared", "ppo_continuous"])
+def test_evaluation_samples_its_actions(name):
+    """All games of a Clock look the same: with the most probable actions, they would be one."""
+    script = load_script(name)
+    run = train(script, "run")
+    args = script.parse(["--evaluate", "run", "--eval-episodes", "8"])
+    assert len(set(script.evaluate(args, run))) > 1
 
 
 def test_an_evaluation_that_is_stopped_has_no_score(script, monkeypatch, capsys):
