@@ -16,7 +16,8 @@ but data (and a rollout worker for a place to put them):
     learner          learns from whole trajectories; this is the process that you start
 
 Differs from ppo_atari.py in:
-- Arguments: the sampler's sizes, V-trace, --rnn, ViZDoom's --reward-scale; shorter rollouts
+- Arguments: the sampler's sizes, V-trace, --rnn, ViZDoom's --reward-scale; shorter rollouts, and
+  twice the learning rate, since samples are learned from once and not four times
 - Environment: ViZDoom too; no --bootstrap-truncated; the workers are this file's own, so no
   --vector-mode either
 - Agent: --rnn gru puts a recurrent core behind the Nature-CNN
@@ -90,7 +91,7 @@ CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os
 class Args:
     env_id: str = "BreakoutNoFrameskip-v4"  # environment; module:Name-v0 imports your own
     total_timesteps: int = 10_000_000  # agent steps of all environments; whole batches only
-    learning_rate: float = 2.5e-4  # Adam's step size at the start
+    learning_rate: float = 5e-4  # Adam's step size at the start
     num_workers: int = min(CORES, 8)  # processes that step environments; each adds to the lag
     envs_per_worker: int = 8  # environments of each worker
     num_splits: int = 2  # parts of a worker's environments: one steps while others wait; 1: off

@@ -123,15 +123,22 @@ def breakout_whole() -> None:
 def asynchronous() -> None:
     """appo_async.py beside ppo_atari.py: the same game against minutes and against steps."""
     runs = {row["run"]: row for row in read_csv(RESULTS / "runs.csv")}
-    names = ("appo_async__1__bf16", "ppo_atari__1__bf16__alone")
-    names += ("appo_async__1__bf16__xeon", "ppo_atari__1__bf16__xeon")
+    names = {  # and whether that was on the EPYC
+        "appo_async__1__bf16": False,
+        "appo_async__2__bf16": False,
+        "ppo_atari__1__bf16__xeon": False,
+        "ppo_atari__1__bf16__alone": True,
+        "appo_async__1__bf16__lr2.5e-4__xeon": False,
+        "appo_async__1__bf16__lr2.5e-4": True,
+    }
     figure, panels = plt.subplots(1, 2, figsize=(9, 3.2), dpi=150, sharey=True)
-    for name in names:
+    for name, epyc in names.items():
         run = runs[f"BreakoutNoFrameskip-v4__{name}"]
         rows = read_csv(RESULTS / "curves" / f"{run['run']}.csv")
-        label = f"{run['script']}.py, {float(run['sps']):,.0f} steps/s"
-        color = "C0" if run["script"] == "appo_async" else "C1"
-        style = {"color": color, "linestyle": "--" if name.endswith("xeon") else "-"}
+        slow = " --learning-rate 2.5e-4" * ("lr" in name)
+        label = f"{run['script']}.py{slow}, {float(run['sps']):,.0f} steps/s"
+        color = "C2" if slow else "C0" if run["script"] == "appo_async" else "C1"
+        style = {"color": color, "linestyle": "--" if epyc else "-"}
         for (column, width, unit), axes in zip(
             (("seconds", 60, 60), ("step", 50_000, 1e6)), panels, strict=True
         ):
@@ -151,8 +158,8 @@ def asynchronous() -> None:
     panels[0].set_xticks(range(0, 21, 5))
     panels[1].set_xticks([0, 0.5, 1, 1.5, 2])
     panels[0].set_ylabel("score of training games")
-    panels[0].legend(frameon=False, fontsize=8)
-    title = "BreakoutNoFrameskip-v4, bf16, seed 1, twenty minutes each; dashed: another machine"
+    panels[0].legend(frameon=False, fontsize=7)
+    title = "BreakoutNoFrameskip-v4, bf16, twenty minutes each; dashed: another machine"
     figure.suptitle(title, fontsize=10)
     figure.tight_layout(w_pad=2)
     figure.savefig(RESULTS / "async.png")

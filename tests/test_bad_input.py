@@ -321,20 +321,31 @@ def test_no_file_sends_in_circles(env_id):
             name = found and found[1]
 
 
-def test_a_film_of_nothing(capsys):
+@pytest.mark.parametrize("frame", [None, np.zeros((4, 4), np.uint8)])
+def test_a_film_of_nothing(frame, monkeypatch, capsys):
+    """Nor of gray: moviepy would find out after the whole training."""
+    monkeypatch.setattr(Invisible, "render", lambda self: frame)
     line = refusal(load_script("ppo"), ["--env-id=Invisible-v0", "--capture-video"], capsys)
-    assert line == "error: --capture-video: Invisible-v0 renders no image, but None"
+    assert line.startswith("error: --capture-video: Invisible-v0 renders no image in color, but ")
 
 
 @pytest.mark.parametrize("device", ["cuda", "mps"])
 def test_device_that_is_not_there(script, device, capsys):
     if script.SCRIPT == "ppo_distributed" and device == "mps":
         pytest.skip("this file knows of no mps, and tyro says so")
-    if torch.get_device_module(device).device_count():
+    if torch.get_device_module(device).is_available():
         pytest.skip(f"there is a {device} here")
     line = refusal(script, ["--device", device], capsys)
     assert line.startswith("error: --device: ")
     assert "use --device cpu" in line
+
+
+def test_a_gpu_that_pytorch_cannot_use_is_none(script, monkeypatch):
+    """With too old a driver PyTorch counts it, but has no use for it."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.mps, "is_available", lambda: False)
+    assert script.pick_device(script.Args()).type == "cpu"
 
 
 @pytest.mark.parametrize(("num_envs", "num_steps", "num_minibatches"), [(1, 1, 1), (8, 1, 8)])
@@ -551,6 +562,13 @@ def test_run_dir_that_holds_a_run(script, run_dir, capsys):
     assert "holds a run: --resume it" in line
 
 
+def test_a_run_in_runs_is_in_nobodys_way(script, run_dir, monkeypatch):
+    """Its directory was the one above those that runs without --run-dir get."""
+    os.rename("run", "runs")
+    args = script.parse(["--device=cpu"])
+    assert args.run_dir is None
+
+
 FORBIDDEN = ["--run-dir", "--resume", "--evaluate"]
 
 
@@ -590,7 +608,7 @@ REFUSED = [  # of the run above, at step 16 of 32
     (
         "--resume run --num-steps 16 --total-timesteps 64",
         "resume",
-        "step 16 is no multiple of a batch of 32",
+        "choose a batch size that divides step 16: 32 does not",
     ),
     ("--resume run --gamma 2", "gamma", "is not between"),
     ("--resume run --num-envs 0", "num-envs", "is not between"),

@@ -302,8 +302,9 @@ CLASSIC |= {"update_epochs": 4, "clip_coef": 0.2, "ent_coef": 0.01, "total_times
 ATARI = CLASSIC | {"num_envs": 8, "clip_coef": 0.1, "total_timesteps": 10_000_000}
 MUJOCO = {"learning_rate": 3e-4, "num_envs": 1, "num_steps": 2048, "num_minibatches": 32}
 MUJOCO |= {"update_epochs": 10, "clip_coef": 0.2, "ent_coef": 0.0, "total_timesteps": 1_000_000}
-# Sample Factory's batches: seen once, from short rollouts
+# Sample Factory's batches: seen once, from short rollouts; so the steps are larger (docs/async.md)
 APPO = {"num_steps": 32, "minibatch_size": 256, "num_minibatches": 1, "update_epochs": 1}
+APPO |= {"learning_rate": 5e-4}
 DEFAULTS = {
     "ppo": CLASSIC,
     "ppo_shared": CLASSIC,

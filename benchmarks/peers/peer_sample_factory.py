@@ -31,7 +31,7 @@ EQUAL = [
     *("--normalize_input=False", "--normalize_returns=False"),
     *("--gae_lambda=0.95", "--ppo_clip_ratio=0.1", "--ppo_clip_value=0.1"),
     *("--exploration_loss=entropy", "--exploration_loss_coeff=0.01", "--value_loss_coeff=0.5"),
-    *("--max_grad_norm=0.5", "--learning_rate=0.00025", "--adam_eps=1e-5"),
+    *("--max_grad_norm=0.5", "--learning_rate=0.0005", "--adam_eps=1e-5"),
 ]
 TASKS = {
     "breakout": ["--env=atari_breakout"],
