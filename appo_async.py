@@ -29,8 +29,9 @@ Details shown: core 1-12, atari 1-9, lstm 1-5, aux 1 and 3, appo 1-6; core 13 is
 Tags in brackets are those of "The 37 Implementation Details of PPO" (Huang et al. 2022,
 iclr-blog-track.github.io/2022/03/25/ppo-implementation-details); beyond: a flag for more than them.
 The algorithm: Schulman et al. 2017, arXiv 1707.06347. baselines: openai/baselines at ea25b9e.
-Expected: Breakout, bf16, 2.1M of 10M steps: 21 and 31 over the last 100 games (20 minutes).
-Not reproducible: which trajectories make a batch depends on timing. --serial is.
+Expected: Breakout, bf16, 2.1M of 10M steps: 51 and 64 over the last 100 games (20 minutes).
+Not reproducible: which trajectories make a batch depends on timing. --serial is. On ViZDoom only
+--learning-rate 2.5e-4 was tried.
 
     python appo_async.py --env-id BreakoutNoFrameskip-v4 --precision bf16
     python appo_async.py --env-id VizdoomBasic-v1 --rnn gru --reward-scale 0.01

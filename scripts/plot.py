@@ -158,7 +158,7 @@ def asynchronous() -> None:
     panels[0].set_xticks(range(0, 21, 5))
     panels[1].set_xticks([0, 0.5, 1, 1.5, 2])
     panels[0].set_ylabel("score of training games")
-    panels[0].legend(frameon=False, fontsize=7)
+    panels[1].legend(frameon=False, fontsize=6.5, loc="upper left")
     title = "BreakoutNoFrameskip-v4, bf16, twenty minutes each; dashed: another machine"
     figure.suptitle(title, fontsize=10)
     figure.tight_layout(w_pad=2)
