@@ -585,7 +585,7 @@ def try_out(args: Args) -> None:
             import moviepy  # noqa: F401
 
             env.reset()
-            if np.ndim(frame := env.render()) != 3:
+            if np.ndim(frame := env.render()[0]) != 3:
                 fail(flag, f"{args.env_id} renders no image in color, but {frame!r}")
         if args.track:
             flag = "track"

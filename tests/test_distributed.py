@@ -27,7 +27,7 @@ import torch
 import torch._dynamo  # Adam asks for it: loaded once here, not in every process
 from conftest import ROOT, environment, load_script
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from test_faults import PATIENCE, checkpoint, kill_all, patience, saved, wait_for
+from test_faults import PATIENCE, checkpoint, kill_all, saved, wait_for
 from test_runs import EVEN
 from torch.optim import optimizer as optim
 from toy_envs import ToyAtari
@@ -110,7 +110,7 @@ def play(folder: Path, size: int | None, *argv: object, prepare=None, name=SCRIP
     processes[0].kill()  # if it hangs
     processes[0].join()
     for process in processes[1:]:
-        process.join(patience(5) if processes[0].exitcode else PATIENCE)
+        process.join(2 if processes[0].exitcode else PATIENCE)
         process.terminate()  # as torchrun does once one has failed
         process.join()
     outs, errs = (

@@ -512,12 +512,6 @@ def sb3_update(name: str, update, args) -> tuple[dict, dict]:
         model.policy.get_submodule(theirs).load_state_dict(modules[ours].state_dict())
     if name == "ppo_continuous":
         model.policy.log_std.data = update.agent.actor_logstd.data[0]
-    if hasattr(update.agent, "get_features"):
-        agent, extractor = copy.deepcopy(update.agent), model.policy.features_extractor
-        keep_gates(agent, obs)
-        for i in (1, 3, 5):
-            extractor.cnn[i] = agent.network[i]
-        extractor.linear[1] = agent.network[8]
     # in float64, so that all rounding is ours
     model.policy.double().features_extractor.register_forward_pre_hook(lambda _, x: x[0].double())
 

@@ -1060,10 +1060,10 @@ def test_serial_is_ppo_atari(sizes):
     ppo_atari.py. In the next iteration rounding has its say in which actions are taken.
     """
     sizes = sizes | {"env_id": "BreakoutNoFrameskip-v4", "num_envs": 2, "num_steps": 16}
-    sizes |= {"total_timesteps": 320, "stop_at": 32}
+    sizes |= {"total_timesteps": 320, "stop_at": 32, "learning_rate": 2.5e-4}
     atari = train(load_script("ppo_atari"), "atari", **sizes)
     serial = train(load_script("appo_async"), "serial", **sizes)
-    start = train(load_script("ppo_atari"), "start", **sizes, learning_rate=0.0)
+    start = train(load_script("ppo_atari"), "start", **sizes | {"learning_rate": 0.0})
     assert serial["rng"][0].equal(atari["rng"][0])
     assert serial["agent"].keys() == atari["agent"].keys()
     for name, parameter in atari["agent"].items():
