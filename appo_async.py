@@ -26,9 +26,10 @@ Differs from ppo_atari.py in:
 - Run: the sampler's sizes and memory are checked, lag and waiting shown
 
 Details shown: core 1-12, atari 1-9, lstm 1-5, aux 1 and 3, appo 1-6; core 13 is off.
-Tags in brackets are those of "The 37 Implementation Details of PPO" (Huang et al. 2022,
-iclr-blog-track.github.io/2022/03/25/ppo-implementation-details); beyond: a flag for more than them.
-The algorithm: Schulman et al. 2017, arXiv 1707.06347. baselines: openai/baselines at ea25b9e.
+The algorithm is in Schulman et al. 2017, arXiv 1707.06347. Tags in brackets number "The 37
+Implementation Details of PPO" (Huang et al. 2022), "beyond" what goes past them, a flag each:
+iclr-blog-track.github.io/2022/03/25/ppo-implementation-details. Where a comment says "baselines",
+it means openai/baselines at ea25b9e.
 Expected: Breakout, bf16, 2.1M of 10M steps: 51 and 64 over the last 100 games (20 minutes).
 Not reproducible: which trajectories make a batch depends on timing. --serial is. On ViZDoom only
 --learning-rate 2.5e-4 was tried.

@@ -15,9 +15,10 @@ Differs from ppo_atari.py in:
 - Run: EnvPool makes the environment that is tried out, and knows the nearest ids
 
 Details shown: core 1-12, atari 1-9, aux 1 and 3; core 13 is off.
-Tags in brackets are those of "The 37 Implementation Details of PPO" (Huang et al. 2022,
-iclr-blog-track.github.io/2022/03/25/ppo-implementation-details); beyond: a flag for more than them.
-The algorithm: Schulman et al. 2017, arXiv 1707.06347. baselines: openai/baselines at ea25b9e.
+The algorithm is in Schulman et al. 2017, arXiv 1707.06347. Tags in brackets number "The 37
+Implementation Details of PPO" (Huang et al. 2022), "beyond" what goes past them, a flag each:
+iclr-blog-track.github.io/2022/03/25/ppo-implementation-details. Where a comment says "baselines",
+it means openai/baselines at ea25b9e.
 Expected, Breakout, the last 100 games: 415 after 10M steps (seed 1, bf16); 14.5 and 16.5 after 500k
 of them (2 seeds, fp32).
 

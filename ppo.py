@@ -10,9 +10,10 @@
 The trunk of the family: every other file is this one plus what its setting needs.
 Details shown: core 1-13, aux 1 and 3; `grep "\\[core 5\\]" *.py` finds one in every file.
 Shapes: observations are (num_envs, *observation_shape), a rollout puts num_steps in front.
-Tags in brackets are those of "The 37 Implementation Details of PPO" (Huang et al. 2022,
-iclr-blog-track.github.io/2022/03/25/ppo-implementation-details); beyond: a flag for more than them.
-The algorithm: Schulman et al. 2017, arXiv 1707.06347. baselines: openai/baselines at ea25b9e.
+The algorithm is in Schulman et al. 2017, arXiv 1707.06347. Tags in brackets number "The 37
+Implementation Details of PPO" (Huang et al. 2022), "beyond" what goes past them, a flag each:
+iclr-blog-track.github.io/2022/03/25/ppo-implementation-details. Where a comment says "baselines",
+it means openai/baselines at ea25b9e.
 Expected: CartPole-v1, 500k steps: 466 to 500 over the last 100 episodes (seeds 1 to 10).
 
     python ppo.py --env-id CartPole-v1 --seed 1          # train; curves: tensorboard --logdir runs

@@ -14,9 +14,10 @@ Differs from ppo_shared.py in:
 - Agent: the Nature-CNN, and pixels scaled to [0, 1]
 
 Details shown: core 1-12, atari 1-9, aux 1 and 3; core 13 is off.
-Tags in brackets are those of "The 37 Implementation Details of PPO" (Huang et al. 2022,
-iclr-blog-track.github.io/2022/03/25/ppo-implementation-details); beyond: a flag for more than them.
-The algorithm: Schulman et al. 2017, arXiv 1707.06347. baselines: openai/baselines at ea25b9e.
+The algorithm is in Schulman et al. 2017, arXiv 1707.06347. Tags in brackets number "The 37
+Implementation Details of PPO" (Huang et al. 2022), "beyond" what goes past them, a flag each:
+iclr-blog-track.github.io/2022/03/25/ppo-implementation-details. Where a comment says "baselines",
+it means openai/baselines at ea25b9e.
 Expected: Breakout, 500k of 10M steps: 15.8 and 16.0 over the last 100 games (2 seeds, fp32).
 
     python ppo_atari.py --env-id BreakoutNoFrameskip-v4 --seed 1

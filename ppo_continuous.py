@@ -14,9 +14,10 @@ Differs from ppo.py in:
 - Training: the statistics go into the checkpoint, and come back out of it
 
 Details shown: core 1-13, continuous 1-9, aux 1 and 3.
-Tags in brackets are those of "The 37 Implementation Details of PPO" (Huang et al. 2022,
-iclr-blog-track.github.io/2022/03/25/ppo-implementation-details); beyond: a flag for more than them.
-The algorithm: Schulman et al. 2017, arXiv 1707.06347. baselines: openai/baselines at ea25b9e.
+The algorithm is in Schulman et al. 2017, arXiv 1707.06347. Tags in brackets number "The 37
+Implementation Details of PPO" (Huang et al. 2022), "beyond" what goes past them, a flag each:
+iclr-blog-track.github.io/2022/03/25/ppo-implementation-details. Where a comment says "baselines",
+it means openai/baselines at ea25b9e.
 Expected: HalfCheetah-v4, 1M steps: 1468 to 3512 over the last 100 episodes (seeds 1 to 3).
 
     python ppo_continuous.py --env-id HalfCheetah-v4 --seed 1

@@ -16,9 +16,10 @@ Differs from ppo_atari.py in:
 Details shown: core 1-12, atari 1-9, aux 1-3; core 13 is off. torchrun starts the processes, each
 with the environment variables RANK and WORLD_SIZE; without torchrun there is one process. Machines
 need a --run-dir that all of them see.
-Tags in brackets are those of "The 37 Implementation Details of PPO" (Huang et al. 2022,
-iclr-blog-track.github.io/2022/03/25/ppo-implementation-details); beyond: a flag for more than them.
-The algorithm: Schulman et al. 2017, arXiv 1707.06347. baselines: openai/baselines at ea25b9e.
+The algorithm is in Schulman et al. 2017, arXiv 1707.06347. Tags in brackets number "The 37
+Implementation Details of PPO" (Huang et al. 2022), "beyond" what goes past them, a flag each:
+iclr-blog-track.github.io/2022/03/25/ppo-implementation-details. Where a comment says "baselines",
+it means openai/baselines at ea25b9e.
 Expected: Breakout, 334k of 10M steps: 14.7 over the last 100 games (seed 1, 2 processes, fp32).
 
     OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 ppo_distributed.py    # one thread each

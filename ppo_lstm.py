@@ -17,9 +17,10 @@ Differs from ppo_atari.py in:
 
 Details shown: core 1-5, core 7-12, atari 1-6, atari 8-9, lstm 1-5, aux 1 and 3; core 6 is off,
 core 13 is off, atari 7 is off.
-Tags in brackets are those of "The 37 Implementation Details of PPO" (Huang et al. 2022,
-iclr-blog-track.github.io/2022/03/25/ppo-implementation-details); beyond: a flag for more than them.
-The algorithm: Schulman et al. 2017, arXiv 1707.06347. baselines: openai/baselines at ea25b9e.
+The algorithm is in Schulman et al. 2017, arXiv 1707.06347. Tags in brackets number "The 37
+Implementation Details of PPO" (Huang et al. 2022), "beyond" what goes past them, a flag each:
+iclr-blog-track.github.io/2022/03/25/ppo-implementation-details. Where a comment says "baselines",
+it means openai/baselines at ea25b9e.
 Expected: Breakout, 300k of 10M steps: 15.1 over the last 100 games (seed 1, bf16).
 
     python ppo_lstm.py --env-id BreakoutNoFrameskip-v4 --seed 1

@@ -15,9 +15,10 @@ Differs from ppo_shared.py in:
 - Run: masks in evaluation, and --reward-scale checked
 
 Details shown: core 1-12, atari 5, atari 7-9, multidiscrete 1, aux 1, 3 and 4; core 13 is off.
-Tags in brackets are those of "The 37 Implementation Details of PPO" (Huang et al. 2022,
-iclr-blog-track.github.io/2022/03/25/ppo-implementation-details); beyond: a flag for more than them.
-The algorithm: Schulman et al. 2017, arXiv 1707.06347. baselines: openai/baselines at ea25b9e.
+The algorithm is in Schulman et al. 2017, arXiv 1707.06347. Tags in brackets number "The 37
+Implementation Details of PPO" (Huang et al. 2022), "beyond" what goes past them, a flag each:
+iclr-blog-track.github.io/2022/03/25/ppo-implementation-details. Where a comment says "baselines",
+it means openai/baselines at ea25b9e.
 Expected, 500k of 2M steps, the last 100 games: VizdoomBasic-v1 81 to 83 (seeds 1 to 3).
 
     python ppo_multidiscrete.py --env-id VizdoomBasic-v1 --seed 1

@@ -11,9 +11,10 @@ Differs from ppo.py in:
 - Agent: one trunk for both heads, the default of openai/baselines and the form ppo_atari.py takes
 
 Details shown: core 1-12, aux 1 and 3; core 13 is off.
-Tags in brackets are those of "The 37 Implementation Details of PPO" (Huang et al. 2022,
-iclr-blog-track.github.io/2022/03/25/ppo-implementation-details); beyond: a flag for more than them.
-The algorithm: Schulman et al. 2017, arXiv 1707.06347. baselines: openai/baselines at ea25b9e.
+The algorithm is in Schulman et al. 2017, arXiv 1707.06347. Tags in brackets number "The 37
+Implementation Details of PPO" (Huang et al. 2022), "beyond" what goes past them, a flag each:
+iclr-blog-track.github.io/2022/03/25/ppo-implementation-details. Where a comment says "baselines",
+it means openai/baselines at ea25b9e.
 Expected: CartPole-v1, 500k steps: 203 to 265 over the last 100 episodes (seeds 1 to 3).
 
     python ppo_shared.py --env-id CartPole-v1 --seed 1          # train

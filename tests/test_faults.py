@@ -38,9 +38,7 @@ def wait_for(condition, what: str, timeout: float = PATIENCE):
 
 def patience(seconds: float) -> float:
     """So long on an idle machine; longer where other programs want the cores too."""
-    # the load is a mean over a minute: just after the start, it does not count pytest's own workers
-    load = max(os.getloadavg()[0], int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1)))
-    return seconds * max(1.0, load / (os.cpu_count() or 1))
+    return seconds * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
 
 
 def session(process: Forked) -> list[int]:

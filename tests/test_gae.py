@@ -6,7 +6,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from conftest import load_script
+from conftest import SCRIPTS, load_script
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
@@ -16,11 +16,11 @@ numbers = st.floats(-10, 10)
 
 
 def for_all(**strategies):
-    """Hold a property for 60 draws, the same in every run. All other files have ppo.py's block."""
+    """Hold a property for every script and for 60 draws, which are the same in every run."""
 
     def decorate(test):
         test = settings(max_examples=60, deadline=None, derandomize=True)(given(**strategies)(test))
-        return pytest.mark.parametrize("name", ["ppo", "appo_async"])(test)
+        return pytest.mark.parametrize("name", SCRIPTS)(test)
 
     return decorate
 

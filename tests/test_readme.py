@@ -220,6 +220,10 @@ def test_the_hash_sees_code_only():
     assert code_hash(source) == code_hash(source.replace("use ppo_continuous.py", "no"))  # refuses
     assert code_hash(source) != code_hash(source.replace("gamma * gae_lambda", "gae_lambda"))
     assert code_hash(source) != code_hash(source.replace("AUTO_DEVICES = (", "AUTO = ("))  # next
+    source = source_of("appo_async")
+    for old, counts in (("time.monotonic() + 3", False), ("bells[-1].wait(0.5", True)):
+        assert source.count(old) == 1  # in Team.close, which ends processes, and in Team.wait
+        assert (code_hash(source) != code_hash(source.replace(old, old + "1"))) == counts
 
 
 def test_commands_use_flags_that_exist():
