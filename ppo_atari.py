@@ -654,6 +654,8 @@ def check(args: Args) -> None:
         fail("num_minibatches", "one sample cannot be normalized: use fewer, or --no-norm-adv")
     if args.total_timesteps < batch_size:
         fail("total_timesteps", f"{args.total_timesteps} is less than one batch of {batch_size}")
+    if os.name == "nt" and args.vector_mode == "async":
+        fail("vector_mode", "the processes need Linux or macOS: on Windows, use sync")
     if args.evaluate and (args.resume or not args.eval_episodes):
         fail("evaluate", "needs --eval-episodes of at least 1, and no --resume")
     if args.capture_video and not args.eval_episodes:

@@ -728,6 +728,8 @@ def check(args: Args) -> None:
         fail("num_minibatches", "one sample cannot be normalized: use fewer, or --no-norm-adv")
     if args.total_timesteps < batch_size:
         fail("total_timesteps", f"{args.total_timesteps} is less than one batch of {batch_size}")
+    if os.name == "nt" and args.vector_mode == "async":
+        fail("vector_mode", "the processes need Linux or macOS: on Windows, use sync")
     if args.evaluate and (args.resume or not args.eval_episodes or WORLD_SIZE > 1):
         fail("evaluate", "needs --eval-episodes of at least 1, no --resume, and no torchrun")
     if args.capture_video and not args.eval_episodes:

@@ -361,14 +361,21 @@ def test_one_sample_cannot_be_normalized(script, num_envs, num_steps, num_miniba
     script.parse([*sizes, "--no-norm-adv"])  # as the message says
 
 
-def test_processes_on_windows(monkeypatch, capsys):
-    script = load_script("appo_async")
+@pytest.mark.parametrize(
+    "name", ["ppo_atari", "ppo_lstm", "ppo_multidiscrete", "ppo_distributed", "appo_async"]
+)
+def test_processes_on_windows(name, monkeypatch, capsys):
+    script = load_script(name)
     windows = SimpleNamespace(**{**vars(os), "name": "nt"})
     monkeypatch.setattr(script, "os", windows)
-    line = refusal(script, [], capsys)
-    assert line.startswith("error: --serial: ")
-    assert "on Windows, use --serial" in line
-    script.parse(["--serial"])
+    if name == "appo_async":
+        argv, cure, alone = [], "--serial", ["--serial"]
+    else:
+        argv, cure, alone = ["--vector-mode", "async"], "sync", ["--vector-mode", "sync"]
+    line = refusal(script, argv, capsys)
+    assert line.startswith(f"error: {alone[0]}: ")
+    assert line.endswith(f"on Windows, use {cure}")
+    script.parse(alone)
 
 
 # === Runs that cannot be resumed or evaluated
