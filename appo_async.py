@@ -92,7 +92,7 @@ CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os
 @dataclass
 class Args:
     env_id: str = "BreakoutNoFrameskip-v4"  # environment; module:Name-v0 imports your own
-    total_timesteps: int = 10_000_000  # agent steps of all environments; whole batches only
+    total_timesteps: int = 10_000_000  # agent steps of all environments, in whole batches
     learning_rate: float = 5e-4  # Adam's step size at the start
     num_workers: int = min(CORES, 8)  # processes that step environments; each adds to the lag
     envs_per_worker: int = 8  # environments of each worker
@@ -110,7 +110,7 @@ class Args:
     c_bar: float = 1.0  # V-trace: bound of the ratio that carries one back in time
     max_policy_lag: int = 1000  # older samples, in updates, are left out; if all are, an error
     norm_adv: bool = True  # normalize advantages, minibatch by minibatch
-    clip_coef: float = 0.1  # how far the ratio (and the value) may move in an update
+    clip_coef: float = 0.1  # a ratio (or value) that moves farther than this gains no more
     anneal_clip_coef: bool = False  # clip-coef falls linearly to 0 as well
     clip_vloss: bool = True  # clip the value loss
     ent_coef: float = 0.01  # weight of the entropy bonus
@@ -132,7 +132,7 @@ class Args:
     capture_video: bool = False  # record the evaluation's first game as MP4
     run_dir: str | None = None  # where the run is kept; default runs/ENV__FILE__SEED__TIME
     checkpoint_every: float = 60.0  # seconds between two checkpoints
-    stop_at: int | None = None  # save and end at this step; schedules still run to total-timesteps
+    stop_at: int | None = None  # save and end after this step; schedules run to total-timesteps
     resume: str | None = None  # go on with the run in this directory
     evaluate: str | None = None  # play with the agent in this directory, do not train
     eval_episodes: int = 10  # games in an evaluation; 0: none after training
@@ -213,7 +213,7 @@ class EpisodicLifeEnv(gym.Wrapper):
         self.game_over = True
 
     def step(self, action):
-        # [atari 3] Episodic life: the value of losing a life is that of an end
+        # [atari 3] Episodic life: a lost life ends the episode, so nothing after it counts
         obs, reward, terminated, truncated, info = self.env.step(action)
         self.game_over = terminated or truncated
         lives = self.unwrapped.ale.lives()
@@ -357,7 +357,9 @@ def wrong_space(env: gym.Env) -> str | None:
 
 # === Agent
 TORCH_THREADS = 1  # in each worker: they are as many as the cores, or more
-AUTO_DEVICES = ("cuda", "mps", "cpu")  # --device auto takes the first that is there
+# --device auto takes the first that is there. A Mac's GPU has to be asked for: in PyTorch 2.13 its
+# convolutions are slow in channels_last (pytorch issue 193349), and its noise can be 0 (192577).
+AUTO_DEVICES = ("cuda", "cpu")
 if sys.platform == "linux":
     # Freed blocks of up to 32 MB stay with this process. The system would take them back, and give
     # them out again page by page, cleared: an update is 1.15 times as fast without that.
@@ -896,7 +898,8 @@ def train(args: Args) -> dict:
 
                 mb_advantages = b_advantages[:, mb_inds][valid]
                 if args.norm_adv:
-                    # [core 7] Advantages normalized within the minibatch, not within the batch
+                    # [core 7] Advantages normalized within the minibatch, not within the batch; the
+                    # deviation is NumPy's, divided by n (correction=0)
                     mb_std = mb_advantages.std(correction=0)
                     mb_advantages = (mb_advantages - mb_advantages.mean()) / (mb_std + 1e-8)
 
@@ -1021,7 +1024,8 @@ def check(args: Args) -> None:
     if args.device != "auto" and not torch.get_device_module(args.device).is_available():
         fail("device", f"PyTorch {torch.__version__} finds no {args.device} here: use --device cpu")
     folder = Path(args.run_dir or "runs").absolute()
-    begun = args.run_dir and os.path.exists(folder / "checkpoint.pt")
+    kept = (folder / name for name in ("checkpoint.pt", "result.json"))
+    begun = args.run_dir and any(map(os.path.exists, kept))
     if begun and not (args.resume or args.evaluate):
         fail("run_dir", f"{folder} holds a run: --resume it, or choose another directory")
     if any(len(os.fsencode(name)) > 255 for name in folder.parts):
@@ -1036,8 +1040,11 @@ def check(args: Args) -> None:
 
 def try_out(args: Args) -> None:
     """Use once what the run will need: where much can go wrong, trying is the best check."""
-    flag = "env_id"
+    flag = "device"
     try:
+        # a GPU may be too old for this PyTorch, or have no memory left
+        torch.ones(1, device=pick_device(args)).sin().item()
+        flag = "env_id"
         env = gym.make(args.env_id)
         if problem := wrong_space(env):
             fail(flag, f"{args.env_id}: {problem}")
@@ -1094,7 +1101,7 @@ def load(flag: str, run_dir: str) -> dict:
             raise ValueError("wrong checksum")
         run = torch.load(path, map_location="cpu", weights_only=True)
         if run["script"] != SCRIPT:
-            fail(flag, f"{path} was written by {run['script']}.py: use that file")
+            fail(flag, f"{path} was written by {run['script']}.py: use a file of that name")
         run["args"] = Args(**run["args"])
         known = "global_step seconds episodes returns wandb_id agent optimizer rng"
         if set(known.split()) - run.keys():
@@ -1161,28 +1168,34 @@ def open_run(args: Args) -> tuple[dict, SummaryWriter]:
     name = re.sub("[/:]", "-", name)
     chosen = args.resume or args.run_dir
     args.run_dir = chosen or f"runs/{name}"
-    os.makedirs(args.run_dir, exist_ok=bool(chosen))
-    Path(args.run_dir, "result.json").unlink(missing_ok=True)  # until this run has ended
-    Path(args.run_dir, "args.json").write_text(json.dumps(asdict(args), indent=1))
-    shutil.copyfile(__file__, Path(args.run_dir, "source.py"))
     if args.track:
         import wandb
 
         names = {"project": args.wandb_project_name, "entity": args.wandb_entity}
         names["name"] = Path(args.run_dir).name
         wandb_run = {"id": run["wandb_id"], "resume": "allow", "config": asdict(args)}
-        run["wandb_id"] = wandb.init(**names, **wandb_run, sync_tensorboard=True, save_code=True).id
+        wandb_run |= {"sync_tensorboard": True, "save_code": True}
+        try:
+            run["wandb_id"] = wandb.init(**names, **wandb_run).id
+        except wandb.Error as error:
+            fail("track", error)
+    os.makedirs(args.run_dir, exist_ok=bool(chosen))
+    Path(args.run_dir, "result.json").unlink(missing_ok=True)  # until this run has ended
+    Path(args.run_dir, "args.json").write_text(json.dumps(asdict(args), indent=1))
+    shutil.copyfile(__file__, Path(args.run_dir, "source.py"))
     device, threads = pick_device(args), torch.get_num_threads()
     precision = getattr(args, "precision", "fp32")
     # without oneDNN's bfloat16, PyTorch computes it number by number, 7 times slower than fp32
-    onednn = torch.backends.mkldnn.is_available()
+    onednn = device.type == "cpu" and torch.backends.mkldnn.is_available()
     emulated = onednn and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    if precision == "bf16" and device.type == "cpu" and emulated:
-        precision += ", which this processor lacks: fp32 is many times as fast"
-    print(shlex.join(["python", *sys.argv]))
-    print(f"device {device}, torch threads {threads}, precision {precision}", flush=True)
+    if device.type == "cuda":  # GPUs older than the A100 have none
+        emulated = not torch.cuda.is_bf16_supported(including_emulation=False)
+    if precision == "bf16" and emulated:
+        precision += ", which this device lacks: fp32 is faster"
+    show(shlex.join(["python", *sys.argv]) + "\n")
+    show(f"device {device}, torch threads {threads}, precision {precision}\n")
     if args.resume:
-        print(f"going on after step {run['global_step']:,}; the environments start new episodes")
+        show(f"going on after step {run['global_step']:,}; the environments start new episodes\n")
     # purge_step takes back what was logged after the checkpoint
     purge_step = run["global_step"] + 1 if args.resume else None
     return run, SummaryWriter(args.run_dir, purge_step=purge_step)
@@ -1228,7 +1241,7 @@ def evaluate(args: Args, run: dict) -> list[float]:
     One game each: the first games to end would be the short ones. Actions are sampled as in
     training, but from a random stream of its own: evaluating changes no training.
     """
-    print(f"playing {args.eval_episodes} games to their end; Ctrl-C stops", flush=True)
+    show(f"playing {args.eval_episodes} games to their end; Ctrl-C stops\n")
     device, scores = pick_device(args), {}
     gpus = range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0)
     with torch.random.fork_rng(gpus), torch.inference_mode():

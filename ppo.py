@@ -56,7 +56,7 @@ except ModuleNotFoundError as error:
 @dataclass
 class Args:
     env_id: str = "CartPole-v1"  # environment; module:Name-v0 imports your own
-    total_timesteps: int = 500_000  # agent steps of all environments; whole rollouts only
+    total_timesteps: int = 500_000  # agent steps of all environments, in whole rollouts
     learning_rate: float = 2.5e-4  # Adam's step size at the start
     num_envs: int = 4  # environments stepped side by side
     num_steps: int = 128  # steps in each environment between two updates
@@ -66,7 +66,7 @@ class Args:
     num_minibatches: int = 4  # parts into which each epoch cuts the batch
     update_epochs: int = 4  # passes over the batch in one update
     norm_adv: bool = True  # normalize advantages, minibatch by minibatch
-    clip_coef: float = 0.2  # how far the ratio (and the value) may move in an update
+    clip_coef: float = 0.2  # a ratio (or value) that moves farther than this gains no more
     anneal_clip_coef: bool = False  # clip-coef falls linearly to 0 as well
     clip_vloss: bool = True  # clip the value loss
     ent_coef: float = 0.01  # weight of the entropy bonus
@@ -85,7 +85,7 @@ class Args:
     capture_video: bool = False  # record the evaluation's first game as MP4
     run_dir: str | None = None  # where the run is kept; default runs/ENV__FILE__SEED__TIME
     checkpoint_every: float = 60.0  # seconds between two checkpoints
-    stop_at: int | None = None  # save and end at this step; schedules still run to total-timesteps
+    stop_at: int | None = None  # save and end after this step; schedules run to total-timesteps
     resume: str | None = None  # go on with the run in this directory
     evaluate: str | None = None  # play with the agent in this directory, do not train
     eval_episodes: int = 10  # games in an evaluation; 0: none after training
@@ -160,7 +160,7 @@ class Agent(nn.Module):
     def __init__(self, envs: gym.vector.VectorEnv, args: Args):
         super().__init__()
         obs_size = envs.single_observation_space.shape[0]
-        # [core 13] Separate networks for policy and value: only core 11 looks at both together
+        # [core 13] Separate networks for policy and value: only the clipping of core 11 joins them
         self.critic = nn.Sequential(
             layer_init(nn.Linear(obs_size, 64)),
             nn.Tanh(),
@@ -308,11 +308,12 @@ def train(args: Args) -> dict:
                     b_obs[mb_inds], b_actions[mb_inds]
                 )
                 logratio = newlogprob - b_logprobs[mb_inds]
-                ratio = logratio.exp()  # 1 everywhere in the first minibatch of an update
+                ratio = logratio.exp()  # 1, up to rounding, in the first minibatch of an update
 
                 mb_advantages = b_advantages[mb_inds]
                 if args.norm_adv:
-                    # [core 7] Advantages normalized within the minibatch, not within the batch
+                    # [core 7] Advantages normalized within the minibatch, not within the batch; the
+                    # deviation is NumPy's, divided by n (correction=0)
                     mb_std = mb_advantages.std(correction=0)
                     mb_advantages = (mb_advantages - mb_advantages.mean()) / (mb_std + 1e-8)
 
@@ -411,6 +412,8 @@ def check(args: Args) -> None:
         fail("num_minibatches", "one sample cannot be normalized: use fewer, or --no-norm-adv")
     if args.total_timesteps < batch_size:
         fail("total_timesteps", f"{args.total_timesteps} is less than one batch of {batch_size}")
+    if os.name == "nt" and getattr(args, "vector_mode", "sync") == "async":
+        fail("vector_mode", "the processes need Linux or macOS: on Windows, use sync")
     if args.evaluate and (args.resume or not args.eval_episodes):
         fail("evaluate", "needs --eval-episodes of at least 1, and no --resume")
     if args.capture_video and not args.eval_episodes:
@@ -418,7 +421,8 @@ def check(args: Args) -> None:
     if args.device != "auto" and not torch.get_device_module(args.device).is_available():
         fail("device", f"PyTorch {torch.__version__} finds no {args.device} here: use --device cpu")
     folder = Path(args.run_dir or "runs").absolute()
-    begun = args.run_dir and os.path.exists(folder / "checkpoint.pt")
+    kept = (folder / name for name in ("checkpoint.pt", "result.json"))
+    begun = args.run_dir and any(map(os.path.exists, kept))
     if begun and not (args.resume or args.evaluate):
         fail("run_dir", f"{folder} holds a run: --resume it, or choose another directory")
     if any(len(os.fsencode(name)) > 255 for name in folder.parts):
@@ -433,8 +437,11 @@ def check(args: Args) -> None:
 
 def try_out(args: Args) -> None:
     """Use once what the run will need: where much can go wrong, trying is the best check."""
-    flag = "env_id"
+    flag = "device"
     try:
+        # a GPU may be too old for this PyTorch, or have no memory left
+        torch.ones(1, device=pick_device(args)).sin().item()
+        flag = "env_id"
         env = gym.make(args.env_id)
         if problem := wrong_space(env):
             fail(flag, f"{args.env_id}: {problem}")
@@ -477,7 +484,7 @@ def load(flag: str, run_dir: str) -> dict:
             raise ValueError("wrong checksum")
         run = torch.load(path, map_location="cpu", weights_only=True)
         if run["script"] != SCRIPT:
-            fail(flag, f"{path} was written by {run['script']}.py: use that file")
+            fail(flag, f"{path} was written by {run['script']}.py: use a file of that name")
         run["args"] = Args(**run["args"])
         known = "global_step seconds episodes returns wandb_id agent optimizer rng"
         if set(known.split()) - run.keys():
@@ -543,28 +550,34 @@ def open_run(args: Args) -> tuple[dict, SummaryWriter]:
     name = re.sub("[/:]", "-", name)
     chosen = args.resume or args.run_dir
     args.run_dir = chosen or f"runs/{name}"
-    os.makedirs(args.run_dir, exist_ok=bool(chosen))
-    Path(args.run_dir, "result.json").unlink(missing_ok=True)  # until this run has ended
-    Path(args.run_dir, "args.json").write_text(json.dumps(asdict(args), indent=1))
-    shutil.copyfile(__file__, Path(args.run_dir, "source.py"))
     if args.track:
         import wandb
 
         names = {"project": args.wandb_project_name, "entity": args.wandb_entity}
         names["name"] = Path(args.run_dir).name
         wandb_run = {"id": run["wandb_id"], "resume": "allow", "config": asdict(args)}
-        run["wandb_id"] = wandb.init(**names, **wandb_run, sync_tensorboard=True, save_code=True).id
+        wandb_run |= {"sync_tensorboard": True, "save_code": True}
+        try:
+            run["wandb_id"] = wandb.init(**names, **wandb_run).id
+        except wandb.Error as error:
+            fail("track", error)
+    os.makedirs(args.run_dir, exist_ok=bool(chosen))
+    Path(args.run_dir, "result.json").unlink(missing_ok=True)  # until this run has ended
+    Path(args.run_dir, "args.json").write_text(json.dumps(asdict(args), indent=1))
+    shutil.copyfile(__file__, Path(args.run_dir, "source.py"))
     device, threads = pick_device(args), torch.get_num_threads()
     precision = getattr(args, "precision", "fp32")
     # without oneDNN's bfloat16, PyTorch computes it number by number, 7 times slower than fp32
-    onednn = torch.backends.mkldnn.is_available()
+    onednn = device.type == "cpu" and torch.backends.mkldnn.is_available()
     emulated = onednn and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    if precision == "bf16" and device.type == "cpu" and emulated:
-        precision += ", which this processor lacks: fp32 is many times as fast"
-    print(shlex.join(["python", *sys.argv]))
-    print(f"device {device}, torch threads {threads}, precision {precision}", flush=True)
+    if device.type == "cuda":  # GPUs older than the A100 have none
+        emulated = not torch.cuda.is_bf16_supported(including_emulation=False)
+    if precision == "bf16" and emulated:
+        precision += ", which this device lacks: fp32 is faster"
+    show(shlex.join(["python", *sys.argv]) + "\n")
+    show(f"device {device}, torch threads {threads}, precision {precision}\n")
     if args.resume:
-        print(f"going on after step {run['global_step']:,}; the environments start new episodes")
+        show(f"going on after step {run['global_step']:,}; the environments start new episodes\n")
     # purge_step takes back what was logged after the checkpoint
     purge_step = run["global_step"] + 1 if args.resume else None
     return run, SummaryWriter(args.run_dir, purge_step=purge_step)
@@ -606,7 +619,7 @@ def evaluate(args: Args, run: dict) -> list[float]:
     One game each: the first games to end would be the short ones. Actions are sampled as in
     training, but from a random stream of its own: evaluating changes no training.
     """
-    print(f"playing {args.eval_episodes} games to their end; Ctrl-C stops", flush=True)
+    show(f"playing {args.eval_episodes} games to their end; Ctrl-C stops\n")
     device, scores = pick_device(args), {}
     gpus = range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0)
     with torch.random.fork_rng(gpus), torch.inference_mode():

@@ -12,7 +12,7 @@ Differs from ppo_atari.py in:
 - Arguments: a minibatch is a group of whole environments
 - Environment: one frame in place of four
 - Agent: an LSTM behind the convolutions, whose state is handed in and out
-- Training: minibatches are whole environments in the order of time
+- Training: the state is carried along; minibatches are whole environments in order of time
 - Run: the LSTM's state in evaluation, and minibatches that must divide the environments
 
 Details shown: core 1-5, core 7-12, atari 1-6, atari 8-9, lstm 1-5, aux 1 and 3; core 6 is off,
@@ -78,7 +78,7 @@ CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os
 @dataclass
 class Args:
     env_id: str = "BreakoutNoFrameskip-v4"  # environment; module:Name-v0 imports your own
-    total_timesteps: int = 10_000_000  # agent steps of all environments; whole rollouts only
+    total_timesteps: int = 10_000_000  # agent steps of all environments, in whole rollouts
     learning_rate: float = 2.5e-4  # Adam's step size at the start
     num_envs: int = 8  # environments stepped side by side
     num_steps: int = 128  # steps in each environment between two updates
@@ -88,7 +88,7 @@ class Args:
     num_minibatches: int = 4  # groups into which each epoch deals the environments
     update_epochs: int = 4  # passes over the batch in one update
     norm_adv: bool = True  # normalize advantages, minibatch by minibatch
-    clip_coef: float = 0.1  # how far the ratio (and the value) may move in an update
+    clip_coef: float = 0.1  # a ratio (or value) that moves farther than this gains no more
     anneal_clip_coef: bool = False  # clip-coef falls linearly to 0 as well
     clip_vloss: bool = True  # clip the value loss
     ent_coef: float = 0.01  # weight of the entropy bonus
@@ -109,7 +109,7 @@ class Args:
     capture_video: bool = False  # record the evaluation's first game as MP4
     run_dir: str | None = None  # where the run is kept; default runs/ENV__FILE__SEED__TIME
     checkpoint_every: float = 60.0  # seconds between two checkpoints
-    stop_at: int | None = None  # save and end at this step; schedules still run to total-timesteps
+    stop_at: int | None = None  # save and end after this step; schedules run to total-timesteps
     resume: str | None = None  # go on with the run in this directory
     evaluate: str | None = None  # play with the agent in this directory, do not train
     eval_episodes: int = 10  # games in an evaluation; 0: none after training
@@ -165,7 +165,7 @@ class EpisodicLifeEnv(gym.Wrapper):
         self.game_over = True
 
     def step(self, action):
-        # [atari 3] Episodic life: the value of losing a life is that of an end
+        # [atari 3] Episodic life: a lost life ends the episode, so nothing after it counts
         obs, reward, terminated, truncated, info = self.env.step(action)
         self.game_over = terminated or truncated
         lives = self.unwrapped.ale.lives()
@@ -377,7 +377,9 @@ def wrong_space(env: gym.Env) -> str | None:
 
 # === Agent
 TORCH_THREADS = torch.get_num_threads()  # PyTorch's own choice, one for each core
-AUTO_DEVICES = ("cuda", "mps", "cpu")  # --device auto takes the first that is there
+# --device auto takes the first that is there. A Mac's GPU has to be asked for: in PyTorch 2.13 its
+# convolutions are slow in channels_last (pytorch issue 193349), and its noise can be 0 (192577).
+AUTO_DEVICES = ("cuda", "cpu")
 if sys.platform == "linux":
     # Freed blocks of up to 32 MB stay with this process. The system would take them back, and give
     # them out again page by page, cleared: an update is 1.15 times as fast without that.
@@ -601,11 +603,12 @@ def train(args: Args) -> dict:
                     b_obs[mb_inds], mb_lstm_state, b_dones[mb_inds], b_actions[mb_inds]
                 )
                 logratio = newlogprob - b_logprobs[mb_inds]
-                ratio = logratio.exp()  # 1 everywhere in the first minibatch of an update
+                ratio = logratio.exp()  # 1, up to rounding, in the first minibatch of an update
 
                 mb_advantages = b_advantages[mb_inds]
                 if args.norm_adv:
-                    # [core 7] Advantages normalized within the minibatch, not within the batch
+                    # [core 7] Advantages normalized within the minibatch, not within the batch; the
+                    # deviation is NumPy's, divided by n (correction=0)
                     mb_std = mb_advantages.std(correction=0)
                     mb_advantages = (mb_advantages - mb_advantages.mean()) / (mb_std + 1e-8)
 
@@ -699,12 +702,12 @@ def check(args: Args) -> None:
             fail(name, "is empty")
     batch_size = args.num_envs * args.num_steps
     if args.num_envs % args.num_minibatches:
-        fail("num_minibatches", f"{args.num_minibatches} does not divide {args.num_envs} num-envs")
+        fail("num_minibatches", f"{args.num_minibatches} does not divide num-envs {args.num_envs}")
     if batch_size == args.num_minibatches and args.norm_adv:
         fail("num_minibatches", "one sample cannot be normalized: use fewer, or --no-norm-adv")
     if args.total_timesteps < batch_size:
         fail("total_timesteps", f"{args.total_timesteps} is less than one batch of {batch_size}")
-    if os.name == "nt" and args.vector_mode == "async":
+    if os.name == "nt" and getattr(args, "vector_mode", "sync") == "async":
         fail("vector_mode", "the processes need Linux or macOS: on Windows, use sync")
     if args.evaluate and (args.resume or not args.eval_episodes):
         fail("evaluate", "needs --eval-episodes of at least 1, and no --resume")
@@ -713,7 +716,8 @@ def check(args: Args) -> None:
     if args.device != "auto" and not torch.get_device_module(args.device).is_available():
         fail("device", f"PyTorch {torch.__version__} finds no {args.device} here: use --device cpu")
     folder = Path(args.run_dir or "runs").absolute()
-    begun = args.run_dir and os.path.exists(folder / "checkpoint.pt")
+    kept = (folder / name for name in ("checkpoint.pt", "result.json"))
+    begun = args.run_dir and any(map(os.path.exists, kept))
     if begun and not (args.resume or args.evaluate):
         fail("run_dir", f"{folder} holds a run: --resume it, or choose another directory")
     if any(len(os.fsencode(name)) > 255 for name in folder.parts):
@@ -728,8 +732,11 @@ def check(args: Args) -> None:
 
 def try_out(args: Args) -> None:
     """Use once what the run will need: where much can go wrong, trying is the best check."""
-    flag = "env_id"
+    flag = "device"
     try:
+        # a GPU may be too old for this PyTorch, or have no memory left
+        torch.ones(1, device=pick_device(args)).sin().item()
+        flag = "env_id"
         env = gym.make(args.env_id)
         if problem := wrong_space(env):
             fail(flag, f"{args.env_id}: {problem}")
@@ -772,7 +779,7 @@ def load(flag: str, run_dir: str) -> dict:
             raise ValueError("wrong checksum")
         run = torch.load(path, map_location="cpu", weights_only=True)
         if run["script"] != SCRIPT:
-            fail(flag, f"{path} was written by {run['script']}.py: use that file")
+            fail(flag, f"{path} was written by {run['script']}.py: use a file of that name")
         run["args"] = Args(**run["args"])
         known = "global_step seconds episodes returns wandb_id agent optimizer rng"
         if set(known.split()) - run.keys():
@@ -838,28 +845,34 @@ def open_run(args: Args) -> tuple[dict, SummaryWriter]:
     name = re.sub("[/:]", "-", name)
     chosen = args.resume or args.run_dir
     args.run_dir = chosen or f"runs/{name}"
-    os.makedirs(args.run_dir, exist_ok=bool(chosen))
-    Path(args.run_dir, "result.json").unlink(missing_ok=True)  # until this run has ended
-    Path(args.run_dir, "args.json").write_text(json.dumps(asdict(args), indent=1))
-    shutil.copyfile(__file__, Path(args.run_dir, "source.py"))
     if args.track:
         import wandb
 
         names = {"project": args.wandb_project_name, "entity": args.wandb_entity}
         names["name"] = Path(args.run_dir).name
         wandb_run = {"id": run["wandb_id"], "resume": "allow", "config": asdict(args)}
-        run["wandb_id"] = wandb.init(**names, **wandb_run, sync_tensorboard=True, save_code=True).id
+        wandb_run |= {"sync_tensorboard": True, "save_code": True}
+        try:
+            run["wandb_id"] = wandb.init(**names, **wandb_run).id
+        except wandb.Error as error:
+            fail("track", error)
+    os.makedirs(args.run_dir, exist_ok=bool(chosen))
+    Path(args.run_dir, "result.json").unlink(missing_ok=True)  # until this run has ended
+    Path(args.run_dir, "args.json").write_text(json.dumps(asdict(args), indent=1))
+    shutil.copyfile(__file__, Path(args.run_dir, "source.py"))
     device, threads = pick_device(args), torch.get_num_threads()
     precision = getattr(args, "precision", "fp32")
     # without oneDNN's bfloat16, PyTorch computes it number by number, 7 times slower than fp32
-    onednn = torch.backends.mkldnn.is_available()
+    onednn = device.type == "cpu" and torch.backends.mkldnn.is_available()
     emulated = onednn and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    if precision == "bf16" and device.type == "cpu" and emulated:
-        precision += ", which this processor lacks: fp32 is many times as fast"
-    print(shlex.join(["python", *sys.argv]))
-    print(f"device {device}, torch threads {threads}, precision {precision}", flush=True)
+    if device.type == "cuda":  # GPUs older than the A100 have none
+        emulated = not torch.cuda.is_bf16_supported(including_emulation=False)
+    if precision == "bf16" and emulated:
+        precision += ", which this device lacks: fp32 is faster"
+    show(shlex.join(["python", *sys.argv]) + "\n")
+    show(f"device {device}, torch threads {threads}, precision {precision}\n")
     if args.resume:
-        print(f"going on after step {run['global_step']:,}; the environments start new episodes")
+        show(f"going on after step {run['global_step']:,}; the environments start new episodes\n")
     # purge_step takes back what was logged after the checkpoint
     purge_step = run["global_step"] + 1 if args.resume else None
     return run, SummaryWriter(args.run_dir, purge_step=purge_step)
@@ -901,7 +914,7 @@ def evaluate(args: Args, run: dict) -> list[float]:
     One game each: the first games to end would be the short ones. Actions are sampled as in
     training, but from a random stream of its own: evaluating changes no training.
     """
-    print(f"playing {args.eval_episodes} games to their end; Ctrl-C stops", flush=True)
+    show(f"playing {args.eval_episodes} games to their end; Ctrl-C stops\n")
     device, scores = pick_device(args), {}
     gpus = range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0)
     with torch.random.fork_rng(gpus), torch.inference_mode():

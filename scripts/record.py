@@ -43,8 +43,9 @@ import numpy as np
 
 ROOT = Path(__file__).resolve().parent.parent
 BLOCKS = ("Environment", "Agent", "Advantages", "Training")
-# functions that refuse an environment or clean up after a fault: no number depends on them
-ASIDE = ("wrong_space", "end_orphan", "end_group", "Team.look_after", "Team.close")
+# what refuses an environment, cleans up after a fault, or chooses a device (all rows are from
+# CPUs): no number depends on it
+ASIDE = ("wrong_space", "end_orphan", "end_group", "Team.look_after", "Team.close", "AUTO_DEVICES")
 PACKAGES = ("torch", "gymnasium", "numpy", "ale-py", "mujoco", "vizdoom")
 COLUMNS = [
     *("run", "script", "env_id", "seed", "steps", "total_timesteps", "return_last100"),
@@ -75,12 +76,13 @@ def blocks_of(source: str) -> dict[str, str]:
 def code_hash(source: str) -> str:
     """Hash what decides a result: four blocks of a script, without what is in ASIDE."""
     lines, body = source.splitlines(), ast.parse(source).body
-    functions = {node.name: node for node in body if isinstance(node, ast.FunctionDef)}
-    for part in (node for node in body if isinstance(node, ast.ClassDef)):
-        methods = (node for node in part.body if isinstance(node, ast.FunctionDef))
-        functions |= {f"{part.name}.{node.name}": node for node in methods}
+    parts = {node.name: node for node in body if isinstance(node, ast.FunctionDef)}
+    parts |= {ast.unparse(node.targets[0]): node for node in body if isinstance(node, ast.Assign)}
+    for thing in (node for node in body if isinstance(node, ast.ClassDef)):
+        methods = (node for node in thing.body if isinstance(node, ast.FunctionDef))
+        parts |= {f"{thing.name}.{node.name}": node for node in methods}
     for name in ASIDE:
-        if node := functions.get(name):
+        if node := parts.get(name):
             lines[node.lineno - 1 : node.end_lineno] = [""] * (node.end_lineno - node.lineno + 1)
     blocks = blocks_of("\n".join(lines) + "\n")
     text = "".join(blocks[name] for name in BLOCKS)

@@ -345,8 +345,20 @@ def test_a_gpu_that_pytorch_cannot_use_is_none(script, monkeypatch):
     """With too old a driver PyTorch counts it, but has no use for it."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(torch.mps, "is_available", lambda: False)
     assert script.pick_device(script.Args()).type == "cpu"
+
+
+def test_the_gpu_of_a_mac_has_to_be_asked_for(script, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.mps, "is_available", lambda: True)
+    assert script.pick_device(script.Args()).type == "cpu"
+
+
+def test_a_gpu_that_fails_at_its_first_use(script, monkeypatch, capsys):
+    """Too old for this PyTorch, or full: here it is one that this PyTorch was not built for."""
+    monkeypatch.setattr(script, "pick_device", lambda args: torch.device("cuda"))
+    line = refusal(script, [], capsys)
+    assert line == "error: --device: Torch not compiled with CUDA enabled"
 
 
 @pytest.mark.parametrize(("num_envs", "num_steps", "num_minibatches"), [(1, 1, 1), (8, 1, 8)])
@@ -541,7 +553,8 @@ def test_no_flipped_byte_goes_unnoticed(run_dir, capsys):
 @pytest.mark.parametrize("name", [name for name in SCRIPTS if name != "ppo"])
 def test_checkpoint_of_another_script(name, flag, run_dir, capsys):
     line = refusal(load_script(name), [f"--{flag}", "run"], capsys)
-    assert line == f"error: --{flag}: run/checkpoint.pt was written by ppo.py: use that file"
+    problem = "run/checkpoint.pt was written by ppo.py: use a file of that name"
+    assert line == f"error: --{flag}: {problem}"
 
 
 def test_checkpoint_of_another_script_with_other_arguments(run_dir, capsys):
@@ -568,6 +581,9 @@ def test_run_dir_that_holds_a_run(script, run_dir, capsys):
     line = refusal(script, ["--run-dir", "run"], capsys)
     assert line.startswith("error: --run-dir: ")
     assert "holds a run: --resume it" in line
+    os.remove("run/checkpoint.pt")  # it takes much space; the result is still one
+    Path("run/result.json").touch()
+    assert refusal(script, ["--run-dir", "run"], capsys) == line
 
 
 def test_a_run_in_runs_is_in_nobodys_way(script, run_dir):
@@ -774,6 +790,20 @@ class Hidden:
 
 sys.meta_path.insert(0, Hidden)
 """
+
+
+@pytest.mark.parametrize("argv", [[], ["--resume", "run"]])
+def test_what_wandb_refuses(argv, run_dir):
+    """It does so when the run starts: nothing is written, and nothing is lost, before."""
+    Path("run/result.json").touch()
+    before = {path: path.read_bytes() for path in run_dir.iterdir()}
+    words = [*argv, "--track", "--wandb-project-name", "a/b"]
+    process = run_forked(ROOT / "ppo.py", *words, cwd=Path.cwd())
+    assert process.returncode == 2
+    (line,) = process.stderr.splitlines()
+    assert line.startswith("error: --track: ") and "'a/b'" in line
+    assert {path: path.read_bytes() for path in run_dir.iterdir()} == before
+    assert not Path("runs").exists()
 
 
 @pytest.mark.parametrize(("package", "flag"), [("moviepy", "capture-video"), ("wandb", "track")])

@@ -563,3 +563,16 @@ def test_process_killed_on_one_machine_ends_both(hosts, tmp_path):
         assert checkpoint(SCRIPT, tmp_path / "run")["global_step"] >= 512
     finally:
         kill_all(processes_in(tmp_path))
+
+
+def test_gpus_without_nccl_use_gloo(monkeypatch):
+    """On Windows PyTorch has none, for a single process neither."""
+    script, backends = load_script("ppo_distributed"), []
+    monkeypatch.setattr(script.dist, "is_initialized", lambda: False)
+    monkeypatch.setattr(script, "gather", lambda thing: [thing])
+    start = lambda backend, **_: backends.append(backend)  # noqa: E731
+    monkeypatch.setattr(script.dist, "init_process_group", start)
+    for device, there in (("cuda", True), ("cuda", False), ("cpu", True)):
+        monkeypatch.setattr(script.dist, "is_nccl_available", lambda there=there: there)
+        script.connect(script.Args(), torch.device(device))
+    assert backends == ["nccl", "gloo", "gloo"]

@@ -753,7 +753,7 @@ def test_bfloat16_by_emulation_is_said():
     process = run_forked(ROOT / "ppo_atari.py", *tiny, cwd=Path.cwd())
     line = process.stdout.splitlines()[1]
     assert line.startswith("device cpu, torch threads 1, precision bf16")
-    assert ("which this processor lacks" in line) == ("avx512bw" not in flags)
+    assert ("bf16, which this device lacks" in line) == ("avx512bw" not in flags)
 
 
 @pytest.mark.parametrize("columns", [40, 200])
