@@ -20,7 +20,7 @@ The algorithm is in Schulman et al. 2017, arXiv 1707.06347. Tags in brackets num
 Implementation Details of PPO" (Huang et al. 2022), "beyond" what goes past them, a flag each:
 iclr-blog-track.github.io/2022/03/25/ppo-implementation-details. Where a comment says "baselines",
 it means openai/baselines at ea25b9e.
-Expected: Breakout, 334k of 10M steps: 14.7 over the last 100 games (seed 1, 2 processes, fp32).
+Expected: Breakout, 500k of 10M steps, the last 100 games: 14.7 and 13.6 (2 seeds, 2 processes).
 
     OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 ppo_distributed.py    # one thread each
     torchrun --nproc-per-node 2 --max-restarts 3 ppo_distributed.py --run-dir runs/RUN

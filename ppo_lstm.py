@@ -21,7 +21,7 @@ The algorithm is in Schulman et al. 2017, arXiv 1707.06347. Tags in brackets num
 Implementation Details of PPO" (Huang et al. 2022), "beyond" what goes past them, a flag each:
 iclr-blog-track.github.io/2022/03/25/ppo-implementation-details. Where a comment says "baselines",
 it means openai/baselines at ea25b9e.
-Expected: Breakout, 300k of 10M steps: 15.1 over the last 100 games (seed 1, bf16).
+Expected: Breakout, 500k of 10M steps: 20.9 and 17.3 over the last 100 games (2 seeds, bf16).
 
     python ppo_lstm.py --env-id BreakoutNoFrameskip-v4 --seed 1
     python ppo_lstm.py --resume runs/RUN                      # go on after Ctrl-C or a kill
