@@ -209,7 +209,7 @@ CONTINUOUS = [
     *envs("v2 and v3 based environments have been moved", "HalfCheetah-v2 Humanoid-v3"),
     *envs("version `v9`", "HalfCheetah-v9"),
 ]
-LSTM = rows("num-minibatches", "does not divide 8 num-envs", 3, 16)  # 16 divides the batch
+LSTM = rows("num-minibatches", "does not divide num-envs 8", 3, 16)  # 16 divides the batch
 MULTIDISCRETE = [
     *envs(
         "must be RGB images",
@@ -735,7 +735,7 @@ PROCESSES = [
     ("ppo_shared", "--num-minibatches 3", "num-minibatches", "does not divide"),
     ("ppo_atari", "--env-id ALE/Breakout-v5", "env-id", "use a NoFrameskip-v4 id"),
     ("ppo_continuous", "--env-id HalfCheetah-v3", "env-id", "gymnasium-robotics"),
-    ("ppo_lstm", "--num-envs 6", "num-minibatches", "4 does not divide 6 num-envs"),
+    ("ppo_lstm", "--num-envs 6", "num-minibatches", "4 does not divide num-envs 6"),
     ("ppo_multidiscrete", "--resume nothing", "resume", "there is no nothing/checkpoint.pt"),
     ("envpool_ppo", "--env-id BreakoutNoFrameskip-v4", "env-id", "Breakout-v5"),
     ("appo_async", "--env-id CartPole-v1", "env-id", "flat ones fit ppo.py"),
