@@ -991,7 +991,7 @@ def check(args: Args) -> None:
     limits = {
         "total_timesteps num_steps num_minibatches update_epochs stop_at": (1, math.inf),
         "num_workers envs_per_worker num_splits num_policy_workers minibatch_size": (1, 10**9),
-        "learner_threads": (1, 1000),
+        "learner_threads": (1, 10**9),
         "clip_coef max_grad_norm target_kl checkpoint_every": (0, math.inf),
         "ent_coef vf_coef seed eval_episodes rho_bar c_bar max_policy_lag reward_scale": (0, 10**9),
         "learning_rate gamma gae_lambda": (0, 1),
@@ -1152,7 +1152,7 @@ def pick_device(args: Args) -> torch.device:
         # no memory is read before it is written here: filling it first would only take time
         torch.utils.deterministic.fill_uninitialized_memory = False
     worker = multiprocessing.parent_process() is not None
-    torch.set_num_threads(TORCH_THREADS if worker else args.learner_threads)
+    torch.set_num_threads(TORCH_THREADS if worker else min(args.learner_threads, CORES))
     return torch.device(device)
 
 
@@ -1341,6 +1341,9 @@ if __name__ == "__main__":
     signal.signal(signal.SIGTERM, request_stop)
     # a full disk is reported once, by what writes next, not by TensorBoard's thread too
     threading.excepthook = lambda _: None
+    # a service may start this with its output closed, or in an encoding that has no ±
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
+    sys.stdout.reconfigure(errors="replace")
     args = parse()
     try:
         evaluate(args, load("evaluate", args.evaluate)) if args.evaluate else train(args)

@@ -710,6 +710,9 @@ if __name__ == "__main__":
     signal.signal(signal.SIGTERM, request_stop)
     # a full disk is reported once, by what writes next, not by TensorBoard's thread too
     threading.excepthook = lambda _: None
+    # a service may start this with its output closed, or in an encoding that has no ±
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
+    sys.stdout.reconfigure(errors="replace")
     args = parse()
     try:
         evaluate(args, load("evaluate", args.evaluate)) if args.evaluate else train(args)

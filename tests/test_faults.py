@@ -1,6 +1,7 @@
 """Kills, signals, full disks, doctored files and bad numbers: real ones, on real processes."""
 
 import contextlib
+import json
 import os
 import pickle
 import random
@@ -287,6 +288,19 @@ def test_reader_that_ends(reader, tmp_path):
     assert checkpoint("ppo", tmp_path / "run")["global_step"] >= 512
     assert '"finished": false' in (tmp_path / "run" / "result.json").read_text()
     assert shell.returncode == 0
+
+
+@pytest.mark.parametrize("output", [">&-", "<&- >&- 2>&-", "| cat"])
+def test_output_that_is_closed_or_ascii(output, tmp_path):
+    """Cron and services start programs so; the score has a ± in it, and comes at the very end."""
+    sizes = "--total-timesteps 1024 --eval-episodes 1 --run-dir run"
+    subprocess.run(
+        ["bash", "-c", f"set -o pipefail; {sys.executable} {ROOT}/ppo.py {sizes} {output}"],
+        cwd=tmp_path,
+        env=environment() | {"PYTHONIOENCODING": "ascii"},
+        check=True,
+    )
+    assert json.loads((tmp_path / "run" / "result.json").read_text())["eval_mean"] > 0
 
 
 EARLY = [

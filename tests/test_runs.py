@@ -200,6 +200,13 @@ def test_same_seed_same_run_with_two_threads(name, monkeypatch):
     assert same_state(one, two)
 
 
+def test_no_more_threads_than_cores():
+    """A thousand on two cores take minutes for what one does in milliseconds."""
+    script = load_script("appo_async")
+    script.pick_device(script.Args(device="cpu", learner_threads=1000))
+    assert torch.get_num_threads() == script.CORES
+
+
 def test_another_seed_another_run(script):
     one, two = (train(script, f"seed{seed}", seed=seed) for seed in (1, 2))
     assert not any(same(one[key], two[key]) for key in ("agent", "optimizer", "rng"))
