@@ -716,7 +716,8 @@ if __name__ == "__main__":
     threading.excepthook = lambda _: None
     # a service may start this with its output closed, or in an encoding that has no ±
     sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
-    sys.stdout.reconfigure(errors="replace")
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a notebook has another
+        sys.stdout.reconfigure(errors="replace")
     args = parse()
     try:
         evaluate(args, load("evaluate", args.evaluate)) if args.evaluate else train(args)

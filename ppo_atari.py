@@ -334,7 +334,7 @@ def make_envs(args: Args, num_envs: int, seed: int, frozen: dict | None = None):
     same_step = gym.vector.AutoresetMode.SAME_STEP
     if args.vector_mode == "async":
         # [beyond 4] Environments in processes, one for each core, forked from one that has imported
-        # torch, which saves 30 MB in each. One process for each game, as AsyncVectorEnv has it, is
+        # torch, whose memory they share. One process for each game, as AsyncVectorEnv has it, is
         # 0.9 times as fast with 8 games on two cores, and takes 60 MB more for each.
         multiprocessing.set_forkserver_preload(["torch", "tyro", "tensorboard"])
         # Signals are for the process that saves: the others are born with them blocked. The tracker
@@ -961,7 +961,8 @@ if __name__ == "__main__":
     threading.excepthook = lambda _: None
     # a service may start this with its output closed, or in an encoding that has no ±
     sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
-    sys.stdout.reconfigure(errors="replace")
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a notebook has another
+        sys.stdout.reconfigure(errors="replace")
     args = parse()
     try:
         evaluate(args, load("evaluate", args.evaluate)) if args.evaluate else train(args)

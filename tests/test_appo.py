@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import gymnasium as gym
 import numpy as np
@@ -743,3 +744,23 @@ def test_bad_input_is_one_line(argv, flag, piece, tmp_path, monkeypatch, capsys)
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"error: --{flag}: ") and piece in line
     assert not list(tmp_path.iterdir())
+
+
+def test_a_worker_that_always_dies_ends_the_run(monkeypatch):
+    """An emulator that crashes at its start would be started for ever; six times are enough."""
+    script = load_script("appo_async")
+    dead = SimpleNamespace(exitcode=-signal.SIGSEGV, pid=0)
+    monkeypatch.setattr(script, "end_group", lambda group: None)
+    monkeypatch.setattr(script.Team, "start", lambda team, member: dead)
+    team, counters = script.Team.__new__(script.Team), torch.zeros(3, 2, dtype=torch.int64)
+    team.args, team.members = script.Args(num_workers=1), [("rollout", 0)]
+    team.deaths, team.processes = [(-1, 0)], [dead]
+    asked, answered, filled = counters
+    team.shared = SimpleNamespace(asked=asked, answered=answered, filled=filled)
+    for _ in range(20):  # one that finishes a trajectory between two deaths may go on
+        filled += 1
+        team.look_after()
+    for _ in range(4):
+        team.look_after()
+    with pytest.raises(ChildProcessError, match="rollout worker 0 dies before it has finished"):
+        team.look_after()

@@ -341,6 +341,12 @@ def test_device_that_is_not_there(script, device, capsys):
     assert "use --device cpu" in line
 
 
+def test_bounds_are_allowed(script):
+    flags = ["--gamma", "1", "--gae-lambda", "1", "--learning-rate", "1", "--ent-coef", "0"]
+    args = script.parse([*flags, "--clip-coef", "0", "--eval-episodes", "0"])
+    assert (args.gamma, args.gae_lambda, args.learning_rate, args.ent_coef) == (1, 1, 1, 0)
+
+
 def test_a_gpu_that_pytorch_cannot_use_is_none(script, monkeypatch):
     """With too old a driver PyTorch counts it, but has no use for it."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)

@@ -895,6 +895,8 @@ class TellingAtari(ScriptedAtari):
         info = {"action": action, "parts": {"frame": self.frame}}
         if any(ends):
             info["drawn"] = self.np_random.random(2)
+            if self.np_random.random() < 0.5:  # a time limit is an end as well
+                ends.reverse()
         return obs, float(np.sum(action)), *ends, info
 
 

@@ -236,6 +236,26 @@ def test_all_processes_save_together(tmp_path):
     assert group.codes == [0, 0], group.errs
 
 
+def interrupt_the_second(rank: int) -> None:
+    """Only one process gets a signal, in its first update: Ctrl-C on one of two machines."""
+
+    def hook(optimizer, args, kwargs):
+        if rank == 1 and not sent:
+            sent.append(os.kill(os.getpid(), signal.SIGINT))
+
+    sent: list = []
+    optim.register_optimizer_step_post_hook(hook)
+
+
+def test_a_signal_to_one_stops_all(tmp_path):
+    sizes = [*TINY, "--total-timesteps", 3200, "--run-dir", "run"]
+    group = play(tmp_path, 2, *sizes, prepare=interrupt_the_second)
+    assert group.codes == [0, 0], group.errs
+    result = json.loads((group.run / "result.json").read_text())
+    assert (result["steps"], result["finished"]) == (32, False)
+    assert checkpoint(SCRIPT, group.run)["global_step"] == 32
+
+
 def drift(rank: int) -> None:
     """One weight of the second process is another one after its last step of the iteration."""
     steps = []
@@ -563,6 +583,20 @@ def test_process_killed_on_one_machine_ends_both(hosts, tmp_path):
         assert checkpoint(SCRIPT, tmp_path / "run")["global_step"] >= 512
     finally:
         kill_all(processes_in(tmp_path))
+
+
+def test_a_group_may_restart_twice(tmp_path, monkeypatch):
+    """The checkpoint of its second life says that it was resumed; that is no other argument."""
+    monkeypatch.chdir(tmp_path)
+    script = load_script("ppo_distributed")
+    argv = ["--run-dir", "run", "--num-envs", "2", "--num-steps", "8", "--total-timesteps", "64"]
+    args = script.parse([*argv, "--stop-at", "16", "--eval-episodes", "0"])
+    script.train(args)
+    run = torch.load("run/checkpoint.pt", weights_only=True)
+    run["args"] |= {"stop_at": None, "eval_episodes": 10, "resume": "run"}
+    torch.save(run, "run/checkpoint.pt")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
+    assert script.parse(argv).resume == "run"
 
 
 def test_gpus_without_nccl_use_gloo(monkeypatch):

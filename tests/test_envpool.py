@@ -302,3 +302,11 @@ def test_a_time_limit_is_valued_by_its_own_last_observation(halves, script, monk
         for t in range(16):
             bonus = 0.5 * 20 * length * ((t + 1) % length == 0)
             assert bonus <= rewards[0][t, i] <= bonus + 1, (t, i)
+
+
+def test_a_game_lasts_108_000_frames(monkeypatch):
+    """As published; EnvPool counts agent steps, of four frames."""
+    script, options = load_script("envpool_ppo"), {}
+    monkeypatch.setattr(script.envpool, "make_gymnasium", lambda *_, **kw: options.update(kw))
+    script.make_pool(script.Args(), 1, 1, False)
+    assert options["max_episode_steps"] == 108_000 // 4

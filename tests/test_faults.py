@@ -225,16 +225,21 @@ def test_stop_at_survives_a_signal(signum, start, tmp_path, monkeypatch):
     assert (args.stop_at, args.total_timesteps) == (5_000_000, 10_000_000)
 
 
-def test_second_signal_ends_at_once(start, tmp_path):
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [(signal.SIGINT, signal.SIGINT), (signal.SIGINT, signal.SIGTERM)]
+    + [pytest.param(signal.SIGTERM, signal.SIGTERM, marks=pytest.mark.slow)],
+)
+def test_second_signal_ends_at_once(first, second, start, tmp_path):
     """Within an iteration that would take minutes."""
     long = ["--num-steps", 200_000, "--total-timesteps", 800_000]
     process = start("ppo", "--run-dir", "run", *long)
     wait_for((tmp_path / "run" / "args.json").exists, "run directory")
     time.sleep(1)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(first)
     time.sleep(1)
     assert process.poll() is None  # the first only asks
-    process.send_signal(signal.SIGINT)
+    process.send_signal(second)
     _, stderr = process.communicate(timeout=patience(5))
     assert process.returncode != 0
     assert "Traceback" not in stderr

@@ -244,3 +244,29 @@ def test_the_trained_agent_in_ten_lines(tmp_path, monkeypatch):
     names: dict = {}
     exec(block.replace("runs/RUN", str(tmp_path)), names)
     assert names["envs"].single_observation_space.contains(names["obs"][0])
+
+
+def test_a_recorded_command_is_that_of_the_run():
+    args = load_script("ppo").Args()
+    changed = vars(args) | {"anneal_lr": False, "anneal_clip_coef": True, "seed": 7, "track": True}
+    words = ["--seed", "7", "--no-anneal-lr", "--anneal-clip-coef"]
+    assert sorted(record.changed_arguments(source_of("ppo"), changed)) == sorted(words)
+
+
+def test_an_asynchronous_run_is_only_as_good_as_its_training_block(monkeypatch, tmp_path, capsys):
+    """Serial mode does not show the order of its data, so being the same there is not enough."""
+    source = source_of("appo_async")
+    row = {"run": "a", "script": "appo_async", "commit": "0", "blocks": "before"}
+    monkeypatch.setattr(record, "same", lambda row: True)
+    monkeypatch.setattr(record, "ROOT", tmp_path)
+    (tmp_path / "results").mkdir()
+    (tmp_path / "appo_async.py").write_text(source)
+    for old, kept in (("agent = agent.to(device)", False), ("layer.bias, bias_const", True)):
+        assert source.count(old) == 1
+        before = source.replace(old, old.replace(" ", "  ", 1))
+        monkeypatch.setattr(record, "git", lambda *_, before=before: before)
+        record.write_csv(tmp_path / "results/runs.csv", [row], record.COLUMNS)
+        record.check_row(row)
+        (found,) = record.read_csv(tmp_path / "results/runs.csv")
+        assert (len(found["blocks"].split()) == 2) == kept
+        assert ("run it again" in capsys.readouterr().out) != kept

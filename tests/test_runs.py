@@ -90,6 +90,17 @@ class Diary(ContinuousClock):
         return obs
 
 
+class TypedClock(Clock):
+    """Shows what a Clock shows, in numbers of another type."""
+
+    def __init__(self, dtype: str, render_mode: str | None = None):
+        super().__init__()
+        self.observation_space = gym.spaces.Box(0, 1, (2,), dtype)
+
+    def _obs(self):
+        return super()._obs().astype(self.observation_space.dtype)
+
+
 class Uneven(Clock):
     """Games of 2 steps where the seed is even, of 20 where it is odd; every step pays 1."""
 
@@ -106,6 +117,8 @@ gym.register("EvenAtari-v0", EvenAtari)
 gym.register("UnevenAtari-v0", UnevenAtari)
 gym.register("Uneven-v0", Uneven)
 gym.register("Diary-v0", Diary)
+for dtype in ("float64", "int64", "uint8"):
+    gym.register(f"{dtype.title()}Clock-v0", TypedClock, kwargs={"dtype": dtype})
 gym.register("Generous-v0", ContinuousClock, kwargs={"pay": 500.0})
 gym.register("TwoRows-v0", ContinuousClock, kwargs={"shape": (2, 3)})
 gym.register("TwoRowsDouble-v0", ContinuousClock, kwargs={"shape": (2, 3), "dtype": "float64"})
@@ -177,6 +190,18 @@ def hashes(folder: str) -> dict[str, str]:
     return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
+@pytest.mark.parametrize("dtype", ["float64", "int64", "uint8"])
+@pytest.mark.parametrize("name", ["ppo", "ppo_shared"])
+def test_flat_observations_of_any_type(name, dtype):
+    """The networks compute in float32; ppo_continuous.py normalizes them first."""
+    script = load_script(name)
+    run = train(script, "run", env_id=f"{dtype.title()}Clock-v0")
+    if dtype == "float64":
+        assert same_state(run, train(script, "plain"))
+    args = script.parse(["--evaluate", "run", "--eval-episodes", "2"])
+    assert len(script.evaluate(args, run)) == 2
+
+
 # === Repeatable
 
 
@@ -198,6 +223,15 @@ def test_same_seed_same_run_with_two_threads(name, monkeypatch):
     one, two = (train(script, folder, **sizes) for folder in ("one", "two"))
     assert torch.get_num_threads() == 2
     assert same_state(one, two)
+
+
+def test_sizes_of_a_large_machine(monkeypatch):
+    """Every worker adds to the lag; the learner has the cores that nobody else needs."""
+    for name in ("sched_getaffinity", "cpu_count"):
+        monkeypatch.setattr(os, name, lambda *_: range(32) if _ else 32, raising=False)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 32)
+    args = load_script("appo_async").Args()
+    assert (args.num_workers, args.num_policy_workers, args.learner_threads) == (8, 1, 23)
 
 
 def test_no_more_threads_than_cores():
@@ -505,10 +539,14 @@ def test_the_published_measure(script, monkeypatch, capsys):
     run["start"] = 1000, 8.0
     metrics = {f"charts/policy_lag_{name}": 1.0 for name in ("min", "mean", "max")}
     metrics |= {f"charts/waiting_{role}": 0.5 for role in ("rollout", "policy", "learner")}
-    args, writer = script.Args(stop_at=5000), SimpleNamespace(add_scalar=lambda *_: None)
+    logged = {}
+    writer = SimpleNamespace(add_scalar=lambda name, value, _: logged.update({name: value}))
+    args = script.Args(stop_at=5000)
     script.log(args, run, writer, metrics, False)
     assert run["returns"] == [float(i) for i in range(50, 150)]
     (line,) = capsys.readouterr().out.splitlines()
+    assert logged == metrics | {"charts/SPS": 500}  # 1,000 steps in 2 seconds, of 4 frames each
+    assert (" | 2,000 frames/s | " if script.SCRIPT == "appo_async" else " | 500 SPS | ") in line
     assert line.startswith("2,000 of 5,000 steps | return 139.5 | ")
     assert line.endswith(" | 0:00:06 left")  # 3,000 steps at 500 a second
 
@@ -753,7 +791,7 @@ def test_freed_memory_is_used_again(name):
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="its flags have other names here")
 def test_bfloat16_by_emulation_is_said():
-    """A processor without it takes 7 times as long as with fp32 (measured: AVX2, Breakout)."""
+    """Which processors these are; test_devices.py has both kinds. (AVX2 took 7 times as long.)"""
     tiny = ["--total-timesteps", 8, "--num-envs", 1, "--num-steps", 8, "--eval-episodes", 0]
     tiny += ["--device", "cpu", "--precision", "bf16"]
     flags = Path("/proc/cpuinfo").read_text().split()
@@ -808,6 +846,54 @@ def test_wandb_offline_keeps_its_id():
     assert (run["wandb_id"], run["global_step"]) == (first, 128)
     assert len(list(Path("wandb").glob(f"offline-run-*-{first}"))) == 2
     assert len(list(Path("wandb").glob("offline-run-*"))) == 2
+
+
+def test_what_wandb_is_told(script, monkeypatch):
+    import wandb
+
+    calls = []
+    monkeypatch.setattr(wandb, "init", lambda **kw: calls.append(kw) or SimpleNamespace(id="abc"))
+    script.open_run(script.Args(track=True, wandb_entity="team", run_dir="new"))[1].close()
+    train(script, "old", stop_at=16)
+    run = torch.load("old/checkpoint.pt", weights_only=True)
+    torch.save(run | {"wandb_id": "before"}, "old/checkpoint.pt")
+    script.open_run(script.Args(track=True, wandb_project_name="mine", resume="old"))[1].close()
+    for call, project, entity, name, id in zip(
+        calls, ("ppo", "mine"), ("team", None), ("new", "old"), (None, "before"), strict=True
+    ):
+        assert (call["project"], call["entity"], call["name"]) == (project, entity, name)
+        assert (call["id"], call["resume"]) == (id, "allow")
+        assert call["config"]["wandb_entity"] == entity and call["config"]["run_dir"] == name
+        assert call["sync_tensorboard"] and call["save_code"]
+
+
+def test_checkpoints_are_so_many_seconds_apart(script, monkeypatch):
+    """Each iteration takes ten seconds; the first and the last are saved as well."""
+    clock, saved, save = [0.0], [], script.save
+    monkeypatch.setattr(script.time, "time", lambda: clock[0])
+    once = "compute_vtrace" if script.SCRIPT == "appo_async" else "compute_gae"
+    advantages = getattr(script, once)
+
+    def tick(*args):
+        clock[0] += 10
+        return advantages(*args)
+
+    def keep(args, run, **state):
+        saved.append(run["global_step"] // 16)
+        return save(args, run, **state)
+
+    monkeypatch.setattr(script, once, tick)
+    monkeypatch.setattr(script, "save", keep)
+    for seconds, expected in ((25.0, [1, 4, 7, 8]), (40.0, [1, 5, 8])):
+        saved.clear()
+        train(script, f"run{seconds}", total_timesteps=8 * 16, checkpoint_every=seconds)
+        assert saved == expected
+
+
+def test_training_is_not_filmed(script):
+    """Every frame would be kept in memory until its game has ended."""
+    train(script, "run", capture_video=True)
+    assert not Path("run", "videos").exists()
 
 
 def test_a_run_that_goes_on_has_no_result_yet():

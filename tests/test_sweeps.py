@@ -162,9 +162,11 @@ def test_reproduce_runs_each_cell_once(tmp_path):
     # nor does one with other flags take the same runs for its own
     code, output = finish(start(tmp_path, SMALL, "--", "--gamma", "0.5"))
     assert code == 2 and "was begun as `python ppo.py " in output and "--out" in output
-    assert (
-        finish(start(tmp_path, SMALL, "--list", "--out", "other", "--", "--gamma", "0.5"))[0] == 0
-    )
+    other = ["--out", "other", "--", "--gamma", "0.5"]
+    code, output = finish(start(tmp_path, SMALL, "--list", *other))
+    assert code == 0 and not list((tmp_path / "other").glob("*/args.json"))  # starts nothing
+    lines = output.splitlines()
+    assert len(lines) == 4 and all(line.split()[:3] == ["to", "do", "python"] for line in lines)
 
 
 def test_reproduce_keeps_cells_apart_whose_names_have_dots(tmp_path):
@@ -195,7 +197,23 @@ def test_reproduce_goes_on_after_ctrl_c(tmp_path):
         assert json.loads((runs / name / "result.json").read_text())["finished"]
 
 
-def test_reproduce_reads_every_progress_line():
+def test_reproduce_shares_out_the_threads(tmp_path, monkeypatch):
+    started = []
+    monkeypatch.setattr(subprocess, "Popen", lambda *_, env, **__: started.append(env))
+    reproduce.Cell("run", [sys.executable, "ppo.py"], tmp_path).start(threads=3)
+    assert started[0]["OMP_NUM_THREADS"] == "3"
+
+
+def test_reproduce_goes_on_from_half_a_result(tmp_path):
+    """The machine went down while it was written."""
+    cell = reproduce.Cell("run", [sys.executable, "ppo.py"], tmp_path)
+    cell.run_dir.mkdir(parents=True)
+    for text, done in (("", False), ('{"finished": tr', False), ('{"finished": true}', True)):
+        (cell.run_dir / "result.json").write_text(text)
+        assert cell.done() == done
+
+
+def test_reproduce_reads_every_progress_line(tmp_path):
     """appo_async.py counts frames, four for each step."""
     lines = (
         "| 405 SPS | 0:10:00 left",
@@ -204,6 +222,9 @@ def test_reproduce_reads_every_progress_line():
     for line, unit in zip(lines, ("SPS", "frames/s"), strict=True):
         (found,) = reproduce.PROGRESS.findall(f"1,024 of 5,000,000 steps | return nan {line}")
         assert found[:2] == ("1,024", "5,000,000") and found[3] == unit
+        cell = reproduce.Cell("run", [sys.executable, "ppo.py"], tmp_path)
+        cell.log.write_text(f"1,024 of 5,000,000 steps | return nan {line}\n")
+        assert cell.progress() == (1024, 5_000_000, 405.0)
 
 
 def test_reproduce_never_runs_a_cell_twice(tmp_path):
@@ -349,11 +370,23 @@ def test_compare_returns_by_welchs_interval(compare, tmp_path):
 
 def test_compare_equivalence(compare, tmp_path):
     """Not to find a difference is no proof that there is none: that takes a margin."""
+    from scipy import stats
+
     old = runs(tmp_path / "old.csv", [490, 480, 470])
     new = runs(tmp_path / "new.csv", [478, 475, 488])
     assert compare(old, new, "--margin", 40)[0] == 0
     code, output = compare(old, new, "--margin", 5)
     assert code == 1 and "not shown to be the same within 5" in output
+    for far in (-500, 500):  # a collapse, or a leap
+        moved = runs(tmp_path / "far.csv", [score + far for score in (478, 475, 488)])
+        assert compare(old, moved, "--margin", 40)[0] == 1
+    # two one-sided tests at 5 %: the interval of 90 % has to lie within the margin
+    widths = {}
+    for level in (0.9, 0.95, 0.8):
+        test = stats.ttest_ind([478, 475, 488], [490, 480, 470], equal_var=False)
+        widths[level] = max(map(abs, test.confidence_interval(level)))
+    assert compare(old, new, "--margin", (widths[0.9] + widths[0.95]) / 2)[0] == 0
+    assert compare(old, new, "--margin", (widths[0.9] + widths[0.8]) / 2)[0] == 1
 
 
 @pytest.mark.parametrize(
@@ -534,3 +567,17 @@ def test_ablation_rows_are_of_todays_code():
     for script in {row["script"] for row in rows}:
         blocks = {row["blocks"] for row in rows if row["script"] == script}
         assert blocks and blocks <= readme.known_hashes(script)
+
+
+def test_an_ablation_leaves_runs_of_other_code_alone(ablate, tmp_path):
+    """Else their results would be called today's."""
+    task = next(task for task, (script, *_) in ablate.TASKS.items() if script == "ppo")
+    (found, *_) = ablate.make_cells(task, "core 9", "", 1, tmp_path).values()
+    (cell,) = found
+    assert ablate.make_cells(task, "core 9", "", 1, tmp_path)  # the same code: goes on
+    cell.run_dir.mkdir()
+    (cell.run_dir / "checkpoint.pt").touch()
+    program = Path(cell.command[1])
+    program.write_text(program.read_text() + "\n# older")
+    with pytest.raises(SystemExit, match="holds runs of older code"):
+        ablate.make_cells(task, "core 9", "", 1, tmp_path)
