@@ -126,7 +126,7 @@ def wait_for_orders() -> list[str]:
     for fd, number in ((os.open(os.devnull, os.O_RDONLY), 0), (out, 1), (err, 2)):
         os.dup2(fd, number)
         os.close(fd)
-    sys.stdout = open(1, "w", closefd=False)  # the server's was no pipe
+    sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115 - the server's was no pipe
     os.close(news)
     orders.detach()
     order = json.loads(order)

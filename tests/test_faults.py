@@ -227,8 +227,11 @@ def test_stop_at_survives_a_signal(signum, start, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("first", "second"),
-    [(signal.SIGINT, signal.SIGINT), (signal.SIGINT, signal.SIGTERM)]
-    + [pytest.param(signal.SIGTERM, signal.SIGTERM, marks=pytest.mark.slow)],
+    [
+        (signal.SIGINT, signal.SIGINT),
+        (signal.SIGINT, signal.SIGTERM),
+        pytest.param(signal.SIGTERM, signal.SIGTERM, marks=pytest.mark.slow),
+    ],
 )
 def test_second_signal_ends_at_once(first, second, start, tmp_path):
     """Within an iteration that would take minutes."""
