@@ -1105,4 +1105,5 @@ if __name__ == "__main__":
             raise  # the disk is not to blame: perhaps the environment is
         sys.unraisablehook = lambda _: None  # of what can no longer be closed
         wait_for_the_first()
-        sys.exit(f"error: {str(error) or repr(error)}; what was saved in {args.run_dir} is kept")
+        kept = args.run_dir or "the run's directory"  # whose name the first process has chosen
+        sys.exit(f"error: {str(error) or repr(error)}; what was saved in {kept} is kept")

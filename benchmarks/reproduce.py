@@ -87,6 +87,7 @@ class Cell:
         # not with_suffix: "...learning-rate=0.001" has a dot in it
         self.lock = folder / f"{name}.lock"  # holds the command that the run was begun with
         self.process, self.failed = None, False
+        self.told = 0  # how often it was told to stop
 
     def settings(self) -> str:
         """The command without what may change from one call to the next."""
@@ -141,7 +142,7 @@ class Cell:
                 stdout=log,
                 stderr=log,
                 pass_fds=[lock],
-                start_new_session=True,  # Ctrl-C is handed on by us
+                start_new_session=True,  # run() hands Ctrl-C on
             )
         os.close(lock)
         return ""
@@ -168,11 +169,13 @@ def status(pool: list[Cell], running: list[Cell], jobs: int) -> str:
     seen = [cell.progress() for cell in running]
     seen = [(done, total, sps) for done, total, sps in seen if sps]
     if seen:
-        left = sum((total - done) / sps for done, total, sps in seen)
+        left = [(total - done) / sps for done, total, sps in seen]
         waiting = len(pool) - finished - failed - len(running)
-        left += waiting * sum(total / sps for _, total, sps in seen) / len(seen)
+        work = sum(left) + waiting * sum(total / sps for _, total, sps in seen) / len(seen)
+        # no less than the longest run takes, which cannot be shared out
+        seconds = max(*left, work / min(jobs, len(running) + waiting))
         line += f" | {sum(sps for *_, sps in seen):,.0f} SPS in all"
-        line += f" | {timedelta(seconds=int(left / jobs))} left"
+        line += f" | {timedelta(seconds=int(seconds))} left"
     return line
 
 
@@ -182,15 +185,12 @@ def run(pool: list[Cell], jobs: int) -> int:
     running: list[Cell] = []
     stops: list[int] = []
 
-    def hand_on(signum, frame):
+    def note(signum, frame):
         stops.append(signum)
         print("\nevery run saves and ends; a second signal kills them", flush=True)
-        for cell in running:
-            if cell.process.poll() is None:
-                cell.process.send_signal(signal.SIGKILL if len(stops) > 1 else signal.SIGINT)
 
     for signum in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(signum, hand_on)
+        signal.signal(signum, note)
     live, shown = sys.stdout.isatty(), 0.0
     while running or (waiting and not stops):
         while waiting and len(running) < jobs and not stops:
@@ -201,6 +201,10 @@ def run(pool: list[Cell], jobs: int) -> int:
                 print(f"{cell.name} {why_not}", flush=True)
             else:
                 running.append(cell)
+        for cell in running:  # also one that was being started when the signal came
+            if cell.told < len(stops) and cell.process.poll() is None:
+                cell.process.send_signal(signal.SIGKILL if len(stops) > 1 else signal.SIGINT)
+                cell.told = len(stops)
         for cell in [cell for cell in running if cell.process.poll() is not None]:
             running.remove(cell)
             if cell.process.returncode:

@@ -83,15 +83,20 @@ def breakout() -> None:
 
 
 def breakout_whole() -> None:
-    """envpool_ppo.py along the schedule, and beside it where the runs of others have ended."""
+    """All runs of the whole schedule, and beside them where those of others have ended."""
     wide = {"width_ratios": [3, 1], "wspace": 0.05}
     figure, (axes, beside) = plt.subplots(
         1, 2, figsize=(8, 3.2), dpi=150, sharey=True, gridspec_kw=wide
     )
-    for run, (steps, means) in curves("envpool_ppo", "Breakout-v5", 100_000, 10**7):
-        if int(run["steps"]) > 10**6:
-            label = f"envpool_ppo.py, bf16, seed {run['seed']}"
-            axes.plot(np.array(steps[:-1]) / 1e6, means[:-1], label=label)  # the last is not whole
+    for script, env_id in (
+        ("envpool_ppo", "Breakout-v5"),
+        ("appo_async", "BreakoutNoFrameskip-v4"),
+    ):
+        for run, (steps, means) in curves(script, env_id, 100_000, 10**7):
+            if int(run["steps"]) > 5 * 10**6:
+                label = f"{script}.py, bf16, seed {run['seed']}"
+                # the last window is not whole
+                axes.plot(np.array(steps[:-1]) / 1e6, means[:-1], label=label)
     axes.set(xlabel="agent steps, in millions", ylabel="score of training games")
     axes.set_xlim(0, 10)
     axes.legend(frameon=False, fontsize=8, loc="upper left")
@@ -124,8 +129,8 @@ def asynchronous() -> None:
     """appo_async.py beside ppo_atari.py: the same game against minutes and against steps."""
     runs = {row["run"]: row for row in read_csv(RESULTS / "runs.csv")}
     names = {  # and whether that was on the EPYC
-        "appo_async__1__bf16": False,
-        "appo_async__2__bf16": False,
+        "appo_async__1__bf16__alone": False,
+        "appo_async__2__bf16__alone": False,
         "ppo_atari__1__bf16__xeon": False,
         "ppo_atari__1__bf16__alone": True,
         "appo_async__1__bf16__lr2.5e-4__xeon": False,

@@ -88,7 +88,7 @@ def result(script: str) -> str:
         return max(int(run["steps"]) for run in found[flags]) // 10**6, flags == ""
 
     flags = max(found, key=furthest)
-    runs = found[flags]
+    runs = [run for run in found[flags] if int(run["steps"]) // 10**6 == furthest(flags)[0]]
     mean = statistics.mean(float(run["return_last100"]) for run in runs)
     name = SETTINGS[script][1] + (f" ({flags})" if flags else "")
     different = len({run["seed"] for run in runs}) == len(runs)

@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -610,6 +611,9 @@ def test_shapes_and_messages(shape, start, tmp_path, monkeypatch):
     assert_oldest_first(Ledger(tmp_path), *sizes)
     noise = (tmp_path / "noise").read_text().split()
     assert len(noise) == len(set(noise)) == (2 if shape == "three-splits" else 1)
+    workers = load_script("appo_async").parse(list(map(str, argv))).num_workers
+    seeds = [1 + 10**6 * (1 + workers + index) for index in range(len(noise))]
+    assert sorted(map(int, noise)) == seeds
     assert set((tmp_path / "threads").read_text().splitlines()) == {"policy 1", "learner 2"}
     assert not (tmp_path / "sent").exists(), (tmp_path / "sent").read_text()
 
@@ -764,3 +768,46 @@ def test_a_worker_that_always_dies_ends_the_run(monkeypatch):
         team.look_after()
     with pytest.raises(ChildProcessError, match="rollout worker 0 dies before it has finished"):
         team.look_after()
+
+
+def test_a_bell_that_nobody_hears_does_no_harm():
+    """Whoever never waits is rung for every step, and a pipe holds 65,536 bytes."""
+    bell, rung = load_script("appo_async").Bell(), []
+
+    def ring():
+        for _ in range(100_000):
+            bell.ring()
+        rung.append(True)
+
+    ringing = threading.Thread(target=ring, daemon=True)
+    ringing.start()
+    ringing.join(20)
+    assert rung  # or it hangs, or has failed
+    start = time.monotonic()
+    bell.wait(20)
+    assert time.monotonic() - start < 10
+
+
+def test_shared_memory_of_others_is_not_free(monkeypatch, capsys):
+    """And what shares nothing needs none."""
+    script = load_script("appo_async")
+    usage = SimpleNamespace(total=10**12, free=10**6)
+    monkeypatch.setattr(script.shutil, "disk_usage", lambda path: usage)
+    with pytest.raises(SystemExit):
+        script.parse([])
+    assert "1 MB are free" in capsys.readouterr().err
+    assert script.parse(["--serial"]).serial
+
+
+def test_noise_of_a_resumed_run_is_new(monkeypatch):
+    """Else its policy workers would draw what they drew at the start."""
+    script, seeds = load_script("appo_async"), []
+    monkeypatch.setattr(torch, "manual_seed", seeds.append)
+    monkeypatch.setattr(script, "setproctitle", lambda title: None)
+    for module, name in ((os, "setpgrp"), (signal, "alarm"), (script.threading, "Thread")):
+        monkeypatch.setattr(module, name, lambda *_, **__: SimpleNamespace(start=lambda: None))
+    monkeypatch.setattr(script, "policy_worker", lambda *_: (None for _ in ()))
+    for version in (0, 7):
+        shared = SimpleNamespace(version=torch.tensor([version]))
+        script.run_part(script.Args(seed=3), shared, 2, "policy", 0, 1)
+    assert seeds == [3 + 3 * 10**6, 3 + 3 * 10**6 + 7]

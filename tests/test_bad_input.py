@@ -64,6 +64,8 @@ MASKS = {  # environment of parts with 2 and 2 choices: its action mask
     "NumberMask-v0": True,
     "PairMask-v0": (np.ones(2, bool), np.ones(2, bool)),
 }
+NOTHING_LEFT = {"FirstMask-v0": np.array([0, 0, 1, 1], bool)}
+NOTHING_LEFT |= {"LastMask-v0": np.array([1, 1, 0, 0], bool)}
 
 
 class AnySpaces(gym.Env):
@@ -88,7 +90,7 @@ class Broken(gym.Env):
 for env_id, spaces in SPACES.items():
     kwargs = dict(zip(("observation_space", "action_space"), spaces, strict=True))
     gym.register(env_id, AnySpaces, kwargs=kwargs)
-for env_id, mask in MASKS.items():
+for env_id, mask in (MASKS | NOTHING_LEFT).items():
     kwargs = {"observation_space": IMAGE, "action_space": PARTS, "mask": mask}
     gym.register(env_id, AnySpaces, kwargs=kwargs)
 
@@ -227,6 +229,7 @@ MULTIDISCRETE = [
     *envs("version `v9`", "VizdoomBasic-v9"),
     *rows("reward-scale", "is not between", 0, -0.01, "nan"),
     *rows("env-id", "of 4 bools", *MASKS),
+    *rows("env-id", "forbids every choice", *NOTHING_LEFT),
 ]
 ENVPOOL = [
     *envs("EnvPool has no BreakoutNoFrameskip-v4; the nearest are", "BreakoutNoFrameskip-v4"),

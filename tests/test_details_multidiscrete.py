@@ -349,7 +349,7 @@ def test_aux_04_invalid_action_masking(script, tmp_path):
     assert np.array_equal(*map(played, free))
 
     # a part without any choice is an error of the environment, at a reset or later
-    for t, part in ((0, slice(3, 6)), (3, slice(None))):
+    for t, part in ((0, slice(3, 6)), (3, slice(None)), (2, slice(0, 3)), (2, slice(6, None))):
         wrong = masks.copy()
         wrong[t, 1, part] = False
         with pytest.raises(ValueError, match="every choice"):

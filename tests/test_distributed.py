@@ -610,3 +610,11 @@ def test_gpus_without_nccl_use_gloo(monkeypatch):
         monkeypatch.setattr(script.dist, "is_nccl_available", lambda there=there: there)
         script.connect(script.Args(), torch.device(device))
     assert backends == ["nccl", "gloo", "gloo"]
+
+
+def test_processes_share_the_cores(monkeypatch):
+    """With --vector-mode async each has environments in as many processes as its part of them."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(8), raising=False)
+    for processes, cores in (("4", 2), ("16", 1)):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", processes)
+        assert cores == load_script("ppo_distributed").CORES

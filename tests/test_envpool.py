@@ -310,3 +310,16 @@ def test_a_game_lasts_108_000_frames(monkeypatch):
     monkeypatch.setattr(script.envpool, "make_gymnasium", lambda *_, **kw: options.update(kw))
     script.make_pool(script.Args(), 1, 1, False)
     assert options["max_episode_steps"] == 108_000 // 4
+    assert options["num_threads"] == script.TORCH_THREADS
+    script.make_pool(script.Args(num_threads=3), 1, 1, False)
+    assert options["num_threads"] == 3
+
+
+def test_a_game_that_is_cut_off_counts_as_one(script, monkeypatch):
+    monkeypatch.setattr(script, "envpool", fake_envpool)
+    envs, _ = script.make_envs(script.Args(env_id="ImageClockCut-v0"), 1, 1)
+    lengths = []
+    for _ in range(13):
+        infos = envs.step(np.zeros(1, int))[-1]
+        lengths += [length for _, _, length in script.finished_episodes(infos)]
+    assert lengths == [6, 6]

@@ -41,6 +41,15 @@ def test_a_speed_of_older_code_is_marked(monkeypatch):
     assert "older code" not in readme.stale_speed(speed | {"blocks": today})
 
 
+def test_every_table_marks_older_code(monkeypatch):
+    monkeypatch.setattr(readme, "code_hash", lambda source: "of tomorrow")
+    for name in ("files", "results", "runs", "speed", "sizes", "sampler", "native", "many"):
+        rows = getattr(readme, f"{name}_table")().splitlines()[2:]
+        assert rows and all("(older code)" in row for row in rows if "not measured" not in row), (
+            name
+        )
+
+
 def test_intervals_draw_seeds_within_each_environment():
     """Two environments without any spread have none together; drawn from all, they would."""
     flat = [np.zeros(3), np.ones(3)]
@@ -244,6 +253,8 @@ def test_the_trained_agent_in_ten_lines(tmp_path, monkeypatch):
     names: dict = {}
     exec(block.replace("runs/RUN", str(tmp_path)), names)
     assert names["envs"].single_observation_space.contains(names["obs"][0])
+    saved = ppo.load("evaluate", str(tmp_path))["agent"]
+    assert all(tensor.equal(saved[name]) for name, tensor in names["agent"].state_dict().items())
 
 
 def test_a_recorded_command_is_that_of_the_run():

@@ -537,8 +537,9 @@ def test_the_published_measure(script, monkeypatch, capsys):
     monkeypatch.setattr(script, "RANK", 0, raising=False)
     run = {"global_step": 2000, "seconds": 10.0, "returns": [float(i) for i in range(150)]}
     run["start"] = 1000, 8.0
-    metrics = {f"charts/policy_lag_{name}": 1.0 for name in ("min", "mean", "max")}
-    metrics |= {f"charts/waiting_{role}": 0.5 for role in ("rollout", "policy", "learner")}
+    metrics = {"charts/policy_lag_min": 1, "charts/policy_lag_mean": 2, "charts/policy_lag_max": 3}
+    waiting = {"rollout": 0.1, "policy": 0.2, "learner": 0.3}
+    metrics |= {f"charts/waiting_{role}": share for role, share in waiting.items()}
     logged = {}
     writer = SimpleNamespace(add_scalar=lambda name, value, _: logged.update({name: value}))
     args = script.Args(stop_at=5000)
@@ -546,9 +547,36 @@ def test_the_published_measure(script, monkeypatch, capsys):
     assert run["returns"] == [float(i) for i in range(50, 150)]
     (line,) = capsys.readouterr().out.splitlines()
     assert logged == metrics | {"charts/SPS": 500}  # 1,000 steps in 2 seconds, of 4 frames each
-    assert (" | 2,000 frames/s | " if script.SCRIPT == "appo_async" else " | 500 SPS | ") in line
+    frames = " | 2,000 frames/s | lag 1/2/3 | waiting 10%/20%/30% | "
+    assert (frames if script.SCRIPT == "appo_async" else " | 500 SPS | ") in line
     assert line.startswith("2,000 of 5,000 steps | return 139.5 | ")
     assert line.endswith(" | 0:00:06 left")  # 3,000 steps at 500 a second
+
+
+def test_an_evaluation_is_of_the_trained_agent(script, monkeypatch):
+    """It plays games of its own, and of each environment counts the first to end."""
+    run = train(script, "run", learning_rate=0.01)
+    seeds, played, make_envs = [], [], script.make_envs
+    plain, ends = (
+        script.Agent.get_action_and_value,
+        iter([[(0, 1.0, 5)], [(0, 2.0, 5), (1, 3.0, 9)]]),
+    )
+
+    def make(args, num_envs, seed, *rest, **kwargs):
+        seeds.append(seed)
+        return make_envs(args, num_envs, seed, *rest, **kwargs)
+
+    def act(agent, *inputs):
+        played.append(copy.deepcopy(agent.state_dict()))
+        return plain(agent, *inputs)
+
+    args = script.parse(["--evaluate", "run", "--eval-episodes", "2"])
+    monkeypatch.setattr(script, "make_envs", make)
+    monkeypatch.setattr(script, "finished_episodes", lambda infos: next(ends))
+    monkeypatch.setattr(script.Agent, "get_action_and_value", act)
+    assert script.evaluate(args, run) == [1.0, 3.0]
+    assert seeds == [args.seed + 10**9]
+    assert len(played) == 2 and all(same(weights, dict(run["agent"])) for weights in played)
 
 
 def test_evaluation_leaves_the_run_alone(script):

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -127,7 +128,12 @@ def start(tmp_path: Path, sweep: dict, *flags: str) -> subprocess.Popen:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        start_new_session=True,  # as of a terminal
     )
+
+
+def children(pid: int) -> list[int]:
+    return list(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
 
 
 def finish(process: subprocess.Popen) -> tuple[int, str]:
@@ -185,7 +191,10 @@ def test_reproduce_goes_on_after_ctrl_c(tmp_path):
     process = start(tmp_path, sweep, "--jobs", "2", "--", "--eval-episodes", "0")
     runs = tmp_path / "runs/small"
     wait_for(lambda: len(list(runs.glob("*/checkpoint.pt"))) == 2)
-    process.send_signal(signal.SIGINT)
+    # a terminal sends it to all of its group: a run that got it from there and from us would end
+    # at the second without saving
+    assert {os.getpgid(pid) for pid in children(process.pid)}.isdisjoint({process.pid})
+    os.killpg(process.pid, signal.SIGINT)
     code, output = finish(process)
     assert code == 0 and "0 of 2 done, 0 running" in output
     stopped = {p.parent.name: json.loads(p.read_text()) for p in runs.glob("*/result.json")}
@@ -211,6 +220,49 @@ def test_reproduce_goes_on_from_half_a_result(tmp_path):
     for text, done in (("", False), ('{"finished": tr', False), ('{"finished": true}', True)):
         (cell.run_dir / "result.json").write_text(text)
         assert cell.done() == done
+
+
+class FakeCell:
+    """A run that has done 100 of 200 steps, one a second; it ends when it is told to stop."""
+
+    def __init__(self, name: str = "run", total: int = 200):
+        self.name, self.total, self.failed, self.told, self.threads = name, total, False, 0, None
+        self.sent: list[int] = []
+        self.process = SimpleNamespace(returncode=0, send_signal=self.sent.append)
+        self.process.poll = lambda: 0 if self.sent else None
+
+    def done(self) -> bool:
+        return False
+
+    def progress(self) -> tuple[int, int, float]:
+        return 100, self.total, 1.0
+
+    def start(self, threads: int) -> str:
+        self.threads = threads
+        os.kill(os.getpid(), signal.SIGINT)  # Ctrl-C while it is started
+        return ""
+
+
+def test_reproduce_says_how_long_it_takes():
+    one, two, three, long = FakeCell(), FakeCell(), FakeCell(), FakeCell(total=1100)
+    assert reproduce.status([one], [one], 4).endswith("| 1 SPS in all | 0:01:40 left")
+    # on two cores: 100 seconds each of the two that run, then 200 of the third
+    assert reproduce.status([one, two, three], [one, two], 2).endswith("| 0:03:20 left")
+    assert reproduce.status([one, long], [one, long], 2).endswith("| 0:16:40 left")
+
+
+@pytest.mark.timeout(30)  # else it would go on for ever
+def test_reproduce_stops_a_run_that_is_being_started(monkeypatch):
+    """And starts no further one; each has its share of the cores as threads."""
+    first, second = FakeCell(), FakeCell()
+    before = [signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)]
+    monkeypatch.setattr(reproduce, "CORES", 8)
+    try:
+        assert reproduce.run([first, second], 2) == 0
+    finally:
+        for signum, handler in zip((signal.SIGINT, signal.SIGTERM), before, strict=True):
+            signal.signal(signum, handler)
+    assert first.sent == [signal.SIGINT] and (first.threads, second.threads) == (4, None)
 
 
 def test_reproduce_reads_every_progress_line(tmp_path):
