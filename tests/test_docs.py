@@ -1,14 +1,16 @@
 """The pages of docs/ name what is there: functions, tags, flags, metrics, files."""
 
 import ast
+import csv
 import re
 
 import pytest
-from conftest import ROOT, load_script, source_of
+from conftest import ROOT, SCRIPTS, load_script, source_of
 
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 ASYNC = (ROOT / "docs/async.md").read_text()
 SOURCE = source_of("appo_async")
+MEASURED = list(csv.DictReader((ROOT / "results/comments.csv").open()))
 
 
 def definitions(source: str) -> set[str]:
@@ -72,3 +74,41 @@ def test_the_papers_are_cited():
 
 def test_the_timeline_is_small():
     assert (ROOT / "results/timeline.png").stat().st_size < 150_000
+
+
+# what the words of a comment mean for the time that is saved
+WORDS = {
+    "half the time": 2,
+    "half as long": 2,
+    "twice as long": 2,
+    "a tenth of the time": 10,
+    "that is a third of it": 1 / (1 - 1 / 3),
+    "saves a quarter of the update": 1 / (1 - 1 / 4),
+}
+SPEEDS = r"(?:([\d.]+) to )?([\d.]+) times as (?:fast|long)|" + "|".join(WORDS)
+
+
+@pytest.mark.parametrize("row", MEASURED, ids=lambda row: f"{row['file']}, {row['what']}")
+def test_a_comment_says_how_much_faster_it_was_measured(row):
+    """The median lies in the range that the comment names, or within a factor of 1.5.
+
+    Most of these numbers were first measured on another machine, where they were as the words say.
+    """
+    comment = row["comment"]
+    assert comment in source_of(row["file"])
+    low, high = re.search(SPEEDS, comment).groups()
+    stated = WORDS.get(re.search(SPEEDS, comment)[0]) or float(high)
+    measured = float(row["ratio"].split()[0])
+    assert (float(low) if low else stated / 1.5) <= measured <= stated * (1 if low else 1.5)
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_no_comment_names_a_speed_that_was_not_measured(name):
+    sources = {row["comment"] for row in MEASURED}
+    # whole runs: in asides.csv, speed.csv and freed_memory.csv
+    sources |= {"0.9 times as fast with 8 games", "an update is 1.15 times as fast"}
+    sources |= {"1.16 times"}
+    comments = " ".join(re.findall(r"# (.*)", source_of(name)))
+    for found in re.finditer(SPEEDS, comments):
+        around = comments[max(0, found.start() - 60) : found.end() + 60]
+        assert any(source in around for source in sources), around
