@@ -30,7 +30,8 @@ The algorithm is in Schulman et al. 2017, arXiv 1707.06347. Tags in brackets num
 Implementation Details of PPO" (Huang et al. 2022), "beyond" what goes past them, a flag each:
 iclr-blog-track.github.io/2022/03/25/ppo-implementation-details. Where a comment says "baselines",
 it means openai/baselines at ea25b9e.
-Expected: Breakout, bf16, 2.1M of 10M steps: 51 and 64 over the last 100 games (18 minutes).
+Expected: Breakout, bf16: 51 and 64 over the last 100 games after 2.1M of 10M steps (18 minutes),
+411 after all of them (seed 1, two hours).
 VizdoomBasic-v1, with --rnn gru and bf16: 82 after 200k steps (seed 1, 3 minutes).
 Not reproducible: which trajectories make a batch depends on timing. --serial is.
 
