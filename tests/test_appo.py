@@ -788,7 +788,7 @@ def test_a_bell_that_nobody_hears_does_no_harm():
     assert time.monotonic() - start < 10
 
 
-def test_shared_memory_of_others_is_not_free(monkeypatch, capsys):
+def test_shared_memory_of_others_is_not_free(monkeypatch, tmp_path, capsys):
     """And what shares nothing needs none."""
     script = load_script("appo_async")
     usage = SimpleNamespace(total=10**12, free=10**6)
@@ -797,6 +797,13 @@ def test_shared_memory_of_others_is_not_free(monkeypatch, capsys):
         script.parse([])
     assert "1 MB are free" in capsys.readouterr().err
     assert script.parse(["--serial"]).serial
+    monkeypatch.chdir(tmp_path)
+    sizes = {"num_workers": 1, "envs_per_worker": 2, "minibatch_size": 64, "total_timesteps": 64}
+    script.train(script.Args(**sizes, serial=True, eval_episodes=0, run_dir="run"))
+    saved = torch.load("run/checkpoint.pt", weights_only=True)
+    saved["args"]["serial"] = False
+    torch.save(saved, "run/checkpoint.pt")
+    assert not script.parse(["--evaluate", "run"]).serial
 
 
 def test_noise_of_a_resumed_run_is_new(monkeypatch):
