@@ -554,7 +554,10 @@ class Shared:
         self.bells = [Bell() for _ in self.seconds_waited]
 
     def arrays(self) -> SimpleNamespace:
-        """The same memory as NumPy arrays: one number is read in a tenth of the time."""
+        """The same memory as NumPy arrays: one number is read in a tenth of the time.
+
+        And images are copied whole, where PyTorch's indexing takes them byte by byte.
+        """
         tensors = {name: x for name, x in vars(self).items() if isinstance(x, torch.Tensor)}
         return SimpleNamespace(**{name: tensor.numpy() for name, tensor in tensors.items()})
 
@@ -632,18 +635,19 @@ def policy_worker(args: Args, shared: Shared, index: int):
         while version != x.version[0]:
             version = int(x.version[0])
             agent.load_state_dict(shared.weights[version % 2].state_dict())
-        where = tuple(torch.from_numpy(x.positions[splits].T.copy()))  # slots, steps
+        slots, steps = x.positions[splits].T
         inputs = (
-            t[where].flatten(0, 1).to(device) for t in (shared.obs, shared.hidden, shared.dones)
+            torch.from_numpy(array[slots, steps]).flatten(0, 1).to(device)
+            for array in (x.obs, x.hidden, x.dones)
         )
         with torch.inference_mode():
             action, logprob, _, value, hidden = agent.get_action_and_value(*inputs)
         shape = (len(splits), args.envs_per_split)
-        shared.actions[where] = action.cpu().unflatten(0, shape)
-        shared.logprobs[where] = logprob.cpu().unflatten(0, shape)
-        shared.values[where] = value.cpu().unflatten(0, shape)
-        shared.versions[where] = version  # how old will it be when it is learned from?
-        shared.hidden[where[0], where[1] + 1] = hidden.cpu().unflatten(0, shape)
+        x.actions[slots, steps] = action.cpu().unflatten(0, shape)
+        x.logprobs[slots, steps] = logprob.cpu().unflatten(0, shape)
+        x.values[slots, steps] = value.cpu().unflatten(0, shape)
+        x.versions[slots, steps] = version  # how old will it be when it is learned from?
+        x.hidden[slots, steps + 1] = hidden.cpu().unflatten(0, shape)
         x.answered[splits] = x.asked[splits]
         for worker in set(workers[splits]):
             shared.ring(worker)
@@ -657,11 +661,12 @@ def run_part(args: Args, shared: Shared, member: int, role: str, index: int, par
     torch.set_num_threads(TORCH_THREADS)
     torch.manual_seed(args.seed + 10**6 * (1 + member) + int(shared.version[0]))
     part = {"rollout": rollout_worker, "policy": policy_worker}[role](args, shared, index)
+    x = shared.arrays()
     for _ in part:
         start = time.perf_counter()
         shared.bells[member].wait(1.0)
-        shared.seconds_waited[member] += time.perf_counter() - start
-        if shared.stop or os.getppid() != parent:  # nobody is left to learn
+        x.seconds_waited[member] += time.perf_counter() - start
+        if x.stop or os.getppid() != parent:  # nobody is left to learn
             break
     signal.alarm(5)  # an environment that does not close
     part.close()
@@ -702,6 +707,10 @@ class Team:
             self.parts = [make[role](args, shared, index) for role, index in self.members]
             return
         setproctitle("appo learner")
+        # A process that wakes up waits for its turn, and does not push aside the one that computes:
+        # up to 1.07 times as fast where there are more processes than cores. Workers inherit this.
+        with suppress(AttributeError, OSError):  # on Linux only, and not in every container
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
         shared.share()
         self.deaths = [(-1, 0)] * args.num_workers  # trajectories at the last one, and how many
         atexit.register(self.close)  # if a start fails, those that have started are to stop

@@ -166,6 +166,7 @@ def test_roles_memory_messages_and_ctrl_c(start, tmp_path):
     for name, pid in roles.items():
         command = Path(f"/proc/{pid}/cmdline").read_bytes().rstrip(b"\0").decode()
         assert command == name
+        assert os.sched_getscheduler(pid) == os.SCHED_BATCH  # appo_async.py says what it gains
 
     script = load_script("appo_async")
     args = script.parse([*map(str, [*ENDLESS, *sizes])])
@@ -815,6 +816,6 @@ def test_noise_of_a_resumed_run_is_new(monkeypatch):
         monkeypatch.setattr(module, name, lambda *_, **__: SimpleNamespace(start=lambda: None))
     monkeypatch.setattr(script, "policy_worker", lambda *_: (None for _ in ()))
     for version in (0, 7):
-        shared = SimpleNamespace(version=torch.tensor([version]))
+        shared = SimpleNamespace(version=torch.tensor([version]), arrays=lambda: None)
         script.run_part(script.Args(seed=3), shared, 2, "policy", 0, 1)
     assert seeds == [3 + 3 * 10**6, 3 + 3 * 10**6 + 7]
