@@ -32,7 +32,7 @@ iclr-blog-track.github.io/2022/03/25/ppo-implementation-details. Where a comment
 it means openai/baselines at ea25b9e.
 Expected: Breakout, bf16: 51 and 64 over the last 100 games after 2.1M of 10M steps (18 minutes),
 411 after all of them (seed 1, two hours).
-VizdoomBasic-v1, with --rnn gru and bf16: 82 after 200k steps (seed 1, 3 minutes).
+VizdoomBasic-v1, with --rnn gru and bf16: 82 and 80 after 200k steps (seed 1 twice, 3 minutes).
 Not reproducible: which trajectories make a batch depends on timing. --serial is.
 
     python appo_async.py --env-id BreakoutNoFrameskip-v4 --precision bf16

@@ -163,10 +163,13 @@ def test_roles_memory_messages_and_ctrl_c(start, tmp_path):
     roles = run.working()
     assert set(roles) == {"appo rollout 0", "appo rollout 1", "appo policy 0", "appo learner"}
     assert roles["appo learner"] == run.process.pid
+    choose = "import os; os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))"
+    may_be_batch = subprocess.run([sys.executable, "-c", choose], check=False).returncode == 0
     for name, pid in roles.items():
         command = Path(f"/proc/{pid}/cmdline").read_bytes().rstrip(b"\0").decode()
         assert command == name
-        assert os.sched_getscheduler(pid) == os.SCHED_BATCH  # appo_async.py says what it gains
+        # where the system lets a process choose; appo_async.py says what it gains
+        assert os.sched_getscheduler(pid) == (os.SCHED_BATCH if may_be_batch else os.SCHED_OTHER)
 
     script = load_script("appo_async")
     args = script.parse([*map(str, [*ENDLESS, *sizes])])
