@@ -323,7 +323,12 @@ def spread(values: list[float]) -> str:
     return f"{text} ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else text
 
 
-def results_table() -> str:
+# what a run's name may have behind its seed without being an experiment, and the sweep's own
+PLAIN, SWEPT = {"", "bf16", "gru", "bootstrap"}, "bf16, gru, batch1024, lr2.5e-4"
+
+
+def results_table(experiments: bool = False) -> str:
+    """The published settings and those of the sweeps; or what was tried beside them."""
     head = ["environment", "file", "steps", "seeds", "random", "ours"]
     head += ["CleanRL", "baselines", "SB3"]
     at_random = {
@@ -333,6 +338,9 @@ def results_table() -> str:
     published = read_csv(ROOT / "results" / "published.csv")
     rows = []
     for (script, env_id, flags), runs in groups().items():
+        plain = flags == SWEPT or PLAIN.issuperset(flags.split(", "))
+        if plain == experiments:
+            continue
         theirs = []
         for source in ("CleanRL", "baselines", "SB3"):
             found = [
@@ -349,6 +357,10 @@ def results_table() -> str:
         measured = [length(runs), str(len(runs)), drawn, f"**{ours}**{marks}"]
         rows.append([env_id, name, *measured, *theirs])
     return table(head, rows)
+
+
+def experiments_table() -> str:
+    return results_table(experiments=True)
 
 
 def interval(scores: list[np.ndarray], statistic) -> str:
@@ -448,7 +460,7 @@ TABLES = {
     },
     "docs/results.md": {"minutes": minutes_table},
     "docs/speed.md": {"sizes": sizes_table},
-    "results/README.md": {"runs": runs_table},
+    "results/README.md": {"experiments": experiments_table, "runs": runs_table},
     "docs/async.md": {"sampler": sampler_table, "native": native_table, "many": many_table},
 }
 

@@ -43,7 +43,18 @@ def test_a_speed_of_older_code_is_marked(monkeypatch):
 
 def test_every_table_marks_older_code(monkeypatch):
     monkeypatch.setattr(readme, "code_hash", lambda source: "of tomorrow")
-    for name in ("files", "results", "runs", "speed", "sizes", "sampler", "native", "many"):
+    names = (
+        "files",
+        "results",
+        "experiments",
+        "runs",
+        "speed",
+        "sizes",
+        "sampler",
+        "native",
+        "many",
+    )
+    for name in names:
         rows = getattr(readme, f"{name}_table")().splitlines()[2:]
         assert rows and all("(older code)" in row for row in rows if "not measured" not in row), (
             name
