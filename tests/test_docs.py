@@ -47,7 +47,9 @@ def test_a_tag_stands_in_the_function_that_is_named_with_it():
 
 
 def test_flags_metrics_and_fields_of_appo_async_exist():
-    arguments = set(vars(load_script("appo_async").Args()))
+    defaults = vars(load_script("appo_async").Args())
+    switched_off = {f"no_{name}" for name, value in defaults.items() if isinstance(value, bool)}
+    arguments = {*defaults, *switched_off}
     flags = set(re.findall(r"`--([a-z-]+)", ASYNC))
     assert flags and {flag.replace("-", "_") for flag in flags} <= arguments
     for metric in set(re.findall(r"`charts/(\w+)`", ASYNC)):
