@@ -419,7 +419,8 @@ def aggregate_table() -> str:
 
 def minutes_table() -> str:
     """What the training games paid after 1, 10 and 60 minutes, by the stored curves."""
-    head = ["environment", "after 1 minute", "10 minutes", "60 minutes", "command (seed 1)"]
+    times = ["after 1 minute", "10 minutes", "60 minutes"]
+    head = ["environment", *times, "command (seed 1 by default)"]
     rows = []
     for (_, env_id, _), runs in groups().items():
         run = runs[0]

@@ -61,6 +61,18 @@ def test_every_table_marks_older_code(monkeypatch):
         )
 
 
+def test_a_setting_stands_in_one_of_two_tables():
+    """Else an experiment counts as a result, or is shown nowhere."""
+    published, experiments = readme.results_table(), readme.experiments_table()
+    for (script, env_id, flags), runs in readme.groups().items():
+        named = f"| {env_id} | `{script}.py`" + (f", {flags}" if flags else "") + " |"
+        tried = any(word in flags for word in ("alone", "xeon", "noclip", "serial", "T=128"))
+        assert (named in published) != (named in experiments)
+        assert not (tried and named in published), runs[0]["run"]
+    for flags in ("bf16, gru |", "bf16, gru, batch1024, lr2.5e-4 |", "bootstrap |"):
+        assert f"`, {flags}" in published
+
+
 def test_intervals_draw_seeds_within_each_environment():
     """Two environments without any spread have none together; drawn from all, they would."""
     flat = [np.zeros(3), np.ones(3)]
