@@ -181,6 +181,24 @@ def pendulum() -> None:
     finish(figure, axes, title, 300_000, "pendulum.png")
 
 
+def health() -> None:
+    """A value function that does not see what it would have to: trusted, and not trusted."""
+    figure, axes = plt.subplots(figsize=(7, 3), dpi=150)
+    labels = {False: "--gae-lambda 0.95, the default", True: "--gae-lambda 1"}
+    env_id = "VizdoomHealthGathering-v1"
+    for run, line in curves("appo_async", env_id, 25_000, 500_000):
+        if run["run"].endswith(("gru__batch1024", "gru__batch1024__lambda1")):
+            whole = run["run"].endswith("lambda1")
+            label = labels.pop(whole, None)
+            axes.plot(*line, color="C0" if whole else "0.5", linewidth=1.5, label=label)
+    for row in read_csv(RESULTS / "random.csv"):
+        if (row["env_id"], row["script"]) == (env_id, "appo_async"):
+            axes.axhline(float(row["mean"]), color="0.5", linestyle=":", label="random actions")
+    axes.set_ylim(0)
+    title = f"{env_id}, appo_async.py --rnn gru --minibatch-size 1024, 3 seeds each"
+    finish(figure, axes, title, 500_000, "health.png")
+
+
 def several_seeds() -> None:
     """A panel for each environment and file that three seeds or more were trained in.
 
@@ -189,7 +207,7 @@ def several_seeds() -> None:
     groups: dict[tuple[str, str], list[dict]] = {}
     for run in read_csv(RESULTS / "runs.csv"):
         flags = run["run"].split("__")[3:]
-        # appo_async.py's are in docs/async.md: on HealthGathering its seeds differ by everything
+        # appo_async.py's are in docs/async.md, where HealthGathering has a picture of its own
         other = run["env_id"].startswith("memory_envs") or run["script"] == "appo_async"
         if flags in ([], ["bf16"]) and not other:
             key = run["env_id"], run["script"] + ".py" + ", bf16" * bool(flags)
@@ -306,3 +324,4 @@ if __name__ == "__main__":
     scaling()
     several_seeds()
     pendulum()
+    health()

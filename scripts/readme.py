@@ -324,7 +324,12 @@ def spread(values: list[float]) -> str:
 
 
 # what a run's name may have behind its seed without being an experiment, and the sweep's own
-PLAIN, SWEPT = {"", "bf16", "gru", "bootstrap"}, "bf16, gru, batch1024, lr2.5e-4"
+PLAIN, SWEPT = {"", "bf16", "gru", "bootstrap"}, "bf16, gru, batch1024, lambda1"
+
+
+def is_plain(flags: str) -> bool:
+    """Whether a group of runs has a published setting or a sweep's."""
+    return flags == SWEPT or PLAIN.issuperset(flags.split(", "))
 
 
 def results_table(experiments: bool = False) -> str:
@@ -338,8 +343,7 @@ def results_table(experiments: bool = False) -> str:
     published = read_csv(ROOT / "results" / "published.csv")
     rows = []
     for (script, env_id, flags), runs in groups().items():
-        plain = flags == SWEPT or PLAIN.issuperset(flags.split(", "))
-        if plain == experiments:
+        if is_plain(flags) == experiments:
             continue
         theirs = []
         for source in ("CleanRL", "baselines", "SB3"):
@@ -418,15 +422,15 @@ def aggregate_table() -> str:
 
 
 def minutes_table() -> str:
-    """What the training games paid after 1, 10 and 60 minutes, by the stored curves."""
+    """What training games paid after 1, 10 and 60 minutes, of published settings and sweeps."""
     times = ["after 1 minute", "10 minutes", "60 minutes"]
     head = ["environment", *times, "command (seed 1 by default)"]
     rows = []
-    for (_, env_id, _), runs in groups().items():
+    for (_, env_id, flags), runs in groups().items():
+        if env_id.startswith("memory_envs") or not is_plain(flags):
+            continue
         run = runs[0]
         curve = read_csv(ROOT / "results" / "curves" / f"{run['run']}.csv")
-        if env_id.startswith("memory_envs"):
-            continue
         cells = []
         for minutes in (1, 10, 60):
             before = [row for row in curve if float(row["seconds"]) <= 60 * minutes]

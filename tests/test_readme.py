@@ -69,7 +69,7 @@ def test_a_setting_stands_in_one_of_two_tables():
         tried = any(word in flags for word in ("alone", "xeon", "noclip", "serial", "T=128"))
         assert (named in published) != (named in experiments)
         assert not (tried and named in published), runs[0]["run"]
-    for flags in ("bf16, gru |", "bf16, gru, batch1024, lr2.5e-4 |", "bootstrap |"):
+    for flags in ("bf16, gru |", "bf16, gru, batch1024, lambda1 |", "bootstrap |"):
         assert f"`, {flags}" in published
 
 
