@@ -183,20 +183,33 @@ def pendulum() -> None:
 
 def health() -> None:
     """A value function that does not see what it would have to: trusted, and not trusted."""
-    figure, axes = plt.subplots(figsize=(7, 3), dpi=150)
-    labels = {False: "--gae-lambda 0.95, the default", True: "--gae-lambda 1"}
+    figure, panels = plt.subplots(1, 2, figsize=(9, 3), dpi=150, sharey=True)
     env_id = "VizdoomHealthGathering-v1"
-    for run, line in curves("appo_async", env_id, 25_000, 500_000):
-        if run["run"].endswith(("gru__batch1024", "gru__batch1024__lambda1")):
-            whole = run["run"].endswith("lambda1")
-            label = labels.pop(whole, None)
-            axes.plot(*line, color="C0" if whole else "0.5", linewidth=1.5, label=label)
-    for row in read_csv(RESULTS / "random.csv"):
-        if (row["env_id"], row["script"]) == (env_id, "appo_async"):
-            axes.axhline(float(row["mean"]), color="0.5", linestyle=":", label="random actions")
-    axes.set_ylim(0)
-    title = f"{env_id}, appo_async.py --rnn gru --minibatch-size 1024, 3 seeds each"
-    finish(figure, axes, title, 500_000, "health.png")
+    (at_random,) = (
+        float(row["mean"])
+        for row in read_csv(RESULTS / "random.csv")
+        if (row["env_id"], row["script"]) == (env_id, "appo_async")
+    )
+    settings = (  # what stands behind the seed in a run's name, without lambda
+        (["bf16", "lr2.5e-4"], "batches of 256, --learning-rate 2.5e-4", 200_000),
+        (["bf16", "gru", "batch1024"], "--rnn gru --minibatch-size 1024", 500_000),
+    )
+    for axes, (flags, title, last_step) in zip(panels, settings, strict=True):
+        axes.axhline(at_random, color="0.3", linestyle=":", label="random actions")
+        labels = {False: "--gae-lambda 0.95, the default", True: "--gae-lambda 1"}
+        for run, line in curves("appo_async", env_id, last_step // 20, last_step):
+            found = run["run"].split("__")[3:]
+            if [flag for flag in found if flag != "lambda1"] == flags:
+                whole = "lambda1" in found
+                label = labels.pop(whole, None)
+                axes.plot(*line, color="C0" if whole else "0.6", linewidth=1.5, label=label)
+        axes.set_ylim(0)
+        finish(figure, axes, title, last_step, "health.png")
+    panels[1].set_ylabel("")
+    panels[1].get_legend().remove()
+    figure.suptitle(f"{env_id}, appo_async.py, 3 seeds each", fontsize=10)
+    figure.tight_layout()
+    figure.savefig(RESULTS / "health.png")
 
 
 def several_seeds() -> None:

@@ -2,8 +2,10 @@
 
 import subprocess
 import sys
+from dataclasses import asdict
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import test_runs  # noqa: F401 - its environments
 from conftest import ROOT, load_script
@@ -11,6 +13,7 @@ from tensorboard.backend.event_processing import event_accumulator
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 sys.path.insert(0, str(ROOT / "scripts"))
+import health
 import random_policy
 import record
 import throughput
@@ -158,6 +161,34 @@ def test_random_games_count_by_environment():
     """Short ones end more often, and count no more than long ones."""
     scores = random_policy.play(load_script("ppo"), "Uneven-v0", games=2, num_envs=2)
     assert sorted(scores) == [2, 2, 20, 20]
+
+
+def test_walking_is_judged_by_lambda():
+    """Every game begins with a step of walking, which pays 1 in the next; one has no end."""
+    dones = np.zeros((6, 2))
+    dones[3], dones[5, 1] = 1, 1
+    forward = np.array([[1, 0, 0, 1, 0], [1, 0, 0, 1, 0]], dtype=bool).T
+    steps = {"rewards": np.roll(forward, 1, axis=0), "values": np.zeros((6, 2))}
+    steps |= {"dones": dones, "forward": forward}
+    script = load_script("appo_async")
+    blind, sees = (health.walking(script, steps, 1.0, gae_lambda) for gae_lambda in (0.0, 1.0))
+    # by what is paid at once: nothing for three steps of walking, 3 for five others
+    assert (blind["walking"], sees["walking"]) == ("-0.6", "0.4")
+    assert (sees["steps"], sees["games"]) == (8, 3)
+    assert float(sees["low"]) <= float(sees["walking"]) <= float(sees["high"])
+
+
+def test_games_are_played_for_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # ViZDoom leaves a folder
+    script = load_script("appo_async")
+    args = script.Args(env_id="VizdoomHealthGathering-v1")
+    envs, _ = script.make_envs(args, 1, seed=1)
+    agent = script.Agent(envs, args)
+    envs.close()
+    run = {"args": asdict(args), "agent": agent.state_dict()}
+    steps = health.play(script, run, games=1, num_envs=2)
+    assert steps["dones"].sum() >= 1 and len(steps["dones"]) == len(steps["rewards"]) + 1
+    assert (steps["rewards"] == 4).any() and 0.2 < steps["forward"].mean() < 0.7
 
 
 def test_the_timeline_shows_an_update_of_the_second_half():
