@@ -203,8 +203,8 @@ def health() -> None:
                 whole = "lambda1" in found
                 label = labels.pop(whole, None)
                 axes.plot(*line, color="C0" if whole else "0.6", linewidth=1.5, label=label)
-        axes.set_ylim(0)
         finish(figure, axes, title, last_step, "health.png")
+    panels[0].set_ylim(0, 1750)
     panels[1].set_ylabel("")
     panels[1].get_legend().remove()
     figure.suptitle(f"{env_id}, appo_async.py, 3 seeds each", fontsize=10)
