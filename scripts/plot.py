@@ -182,7 +182,7 @@ def pendulum() -> None:
 
 
 def health() -> None:
-    """A value function that does not see what it would have to: trusted, and not trusted."""
+    """A value function that does not see health, trusted (lambda 0.95) and not trusted (1)."""
     figure, panels = plt.subplots(1, 2, figsize=(9, 3), dpi=150, sharey=True)
     env_id = "VizdoomHealthGathering-v1"
     (at_random,) = (
