@@ -50,6 +50,12 @@ def stale(row: dict) -> str:
     return "" if code_hash(source(row["script"])) in row["blocks"].split() else " (older code)"
 
 
+def stale_all(runs: list[dict]) -> str:
+    """The same mark for several runs; of how many, if today's code produced the others."""
+    older = sum(bool(stale(run)) for run in runs)
+    return f" ({older} of older code)" if 0 < older < len(runs) else stale(runs[0])
+
+
 def known_hashes(script: str) -> set[str]:
     """Of a script's code today, and of older code that a run shows to train exactly as today's."""
     alike = [run["blocks"].split() for run in RUNS if run["script"] == script and not stale(run)]
@@ -93,8 +99,7 @@ def result(script: str) -> str:
     name = SETTINGS[script][1] + (f" ({flags})" if flags else "")
     different = len({run["seed"] for run in runs}) == len(runs)
     seeds = f"{len(runs)} {'seed' if different else 'run'}" + "s" * (len(runs) > 1)
-    mark = "".join({stale(run) for run in runs})
-    return f"{name}: {mean:.0f} at {length(runs)} steps, {seeds}{mark}"
+    return f"{name}: {mean:.0f} at {length(runs)} steps, {seeds}{stale_all(runs)}"
 
 
 def files_table() -> str:
@@ -355,10 +360,9 @@ def results_table(experiments: bool = False) -> str:
             early = re.search(r"of (\d+M)", length(runs))  # stopped: theirs is of the end
             theirs.append(f"at {early[1]}: {found[0]}" if early and found else "".join(found))
         ours = spread([float(run["return_last100"]) for run in runs])
-        marks = "".join({stale(run) for run in runs})
         name = f"`{script}.py`" + (f", {flags}" if flags else "")
         drawn = at_random.get((env_id, script), "")
-        measured = [length(runs), str(len(runs)), drawn, f"**{ours}**{marks}"]
+        measured = [length(runs), str(len(runs)), drawn, f"**{ours}**{stale_all(runs)}"]
         rows.append([env_id, name, *measured, *theirs])
     return table(head, rows)
 

@@ -29,7 +29,11 @@ def test_tables_are_current():
 def test_a_result_of_older_code_is_marked():
     today = code_hash(source_of("ppo"))
     assert "older code" not in readme.stale({"script": "ppo", "blocks": f"another {today}"})
-    assert "older code" in readme.stale({"script": "ppo", "blocks": "another"})
+    older = {"script": "ppo", "blocks": "another"}
+    assert "older code" in readme.stale(older)
+    new = {"script": "ppo", "blocks": today}
+    marks = [readme.stale_all(runs) for runs in ([new, new], [older, older], [new, older])]
+    assert marks == ["", " (older code)", " (1 of older code)"]
 
 
 def test_a_speed_of_older_code_is_marked(monkeypatch):
