@@ -36,6 +36,14 @@ def test_a_result_of_older_code_is_marked():
     assert marks == ["", " (older code)", " (1 of older code)"]
 
 
+def test_minutes_are_those_of_todays_code_where_it_has_run(monkeypatch):
+    """A row of older code is not shown in the place of a seed that today's code trained."""
+    first = "CartPole-v1__ppo__1"
+    monkeypatch.setattr(readme, "stale", lambda run: " (older code)" * (run["run"] == first))
+    table = readme.minutes_table()
+    assert "`python ppo.py --seed 2`" in table and "`python ppo.py`" not in table
+
+
 def test_a_speed_of_older_code_is_marked(monkeypatch):
     """Also if a run shows that the code of then trains as today's does: it may be slower."""
     today = code_hash(source_of("ppo"))
