@@ -41,7 +41,7 @@ def test_minutes_are_those_of_todays_code_where_it_has_run(monkeypatch):
     first = "CartPole-v1__ppo__1"
     monkeypatch.setattr(readme, "stale", lambda run: " (older code)" * (run["run"] == first))
     table = readme.minutes_table()
-    assert "`python ppo.py --seed 2`" in table and "`python ppo.py`" not in table
+    assert "`python ppo.py --seed " in table and "`python ppo.py`" not in table
 
 
 def test_a_speed_of_older_code_is_marked(monkeypatch):
