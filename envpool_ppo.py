@@ -11,7 +11,7 @@ Differs from ppo_atari.py in:
 - Arguments: --async-envs and --num-threads in the place of --vector-mode
 - Environment: a pool of C++ threads, or two, in the place of the wrappers
 - Agent: images of other sizes, too
-- Training: a rollout visits one half of the environments after the other
+- Training: a rollout visits one half of the environments after the other; CUDA graphs
 - Run: EnvPool makes the environment that is tried out, and knows the nearest ids
 
 Details shown: core 1-12, atari 1-9, aux 1 and 3; core 13 is off.
@@ -93,6 +93,7 @@ class Args:
     torch_deterministic: bool = True  # bit-for-bit repeatable on CUDA too
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"  # auto: the fastest here
     compile: bool = False  # torch.compile the network (needs a C++ compiler)
+    cuda_graphs: bool = True  # on CUDA, record the work on the GPU once and replay it
     track: bool = False  # log to Weights & Biases too
     wandb_project_name: str = "ppo"  # W&B project
     wandb_entity: str | None = None  # W&B team
@@ -345,6 +346,33 @@ def compute_gae(rewards, values, dones, next_value, next_done, gamma, gae_lambda
 
 
 # === Training
+class CudaGraph:
+    """A function of tensors whose work on the GPU is recorded once, then replayed in one call.
+
+    Without it, Python starts some hundred kernels for one step of Adam, and for networks this small
+    that takes longer than they do. A replay runs the recorded kernels on the recorded memory. So
+    inputs are copied to where the first ones lay, results stand where the next call will overwrite
+    them, and sizes stay the same. Nothing in the function may wait for a result, as .item() does.
+    """
+
+    def __init__(self, function):
+        self.function, self.calls, self.graph = function, 0, torch.cuda.CUDAGraph()
+
+    def __call__(self, *inputs):
+        inputs = [torch.as_tensor(value, device="cuda") for value in inputs]
+        self.calls += 1
+        if self.calls <= 3:  # libraries choose their kernels, and Adam makes its state
+            return self.function(*inputs)
+        if self.calls == 4:
+            self.inputs = [value.clone() for value in inputs]
+            with torch.cuda.graph(self.graph):
+                self.results = self.function(*self.inputs)
+        for recorded, value in zip(self.inputs, inputs, strict=True):
+            recorded.copy_(value)
+        self.graph.replay()
+        return self.results
+
+
 def train(args: Args) -> dict:
     """Train one agent. Returns what result.json in the run directory says."""
     batch_size = args.num_envs * args.num_steps
@@ -369,6 +397,58 @@ def train(args: Args) -> dict:
         # [beyond 3] Compiled twice, for the batch of a rollout step and for that of an update
         agent.get_action_and_value = torch.compile(agent.get_action_and_value, dynamic=False)
 
+    def update(learning_rate, clip_coef, *minibatch):
+        """Take one step of Adam. Returns the losses, and the length of the gradient."""
+        mb_obs, mb_actions, mb_logprobs, mb_advantages, mb_returns, mb_values = minibatch
+        _, newlogprob, entropy, newvalue = agent.get_action_and_value(mb_obs, mb_actions)
+        logratio = newlogprob - mb_logprobs
+        ratio = logratio.exp()  # 1, up to rounding, in the first minibatch of an update
+
+        if args.norm_adv:
+            # [core 7] Advantages normalized within the minibatch, not within the batch; the
+            # deviation is NumPy's, divided by n (correction=0)
+            mb_std = mb_advantages.std(correction=0)
+            mb_advantages = (mb_advantages - mb_advantages.mean()) / (mb_std + 1e-8)
+
+        # [core 8] Clipped surrogate objective: the larger of two losses is the pessimistic
+        # one, so a ratio that has left the clip range in the good direction gains no more
+        pg_loss1 = -mb_advantages * ratio
+        pg_loss2 = -mb_advantages * ratio.clamp(1 - clip_coef, 1 + clip_coef)
+        pg_loss = torch.max(pg_loss1, pg_loss2).mean()
+
+        # [core 9] Value loss clipping around the value that the rollout predicted
+        v_loss = (newvalue - mb_returns) ** 2
+        if args.clip_vloss:
+            v_clipped = mb_values + (newvalue - mb_values).clamp(-clip_coef, clip_coef)
+            v_loss = torch.max(v_loss, (v_clipped - mb_returns) ** 2)
+        v_loss = 0.5 * v_loss.mean()
+
+        # [core 10] One loss for policy and value, less an entropy bonus
+        entropy_loss = entropy.mean()
+        loss = pg_loss - args.ent_coef * entropy_loss + args.vf_coef * v_loss
+
+        optimizer.zero_grad()
+        loss.backward()
+        # [core 11] Global gradient clipping: all gradients together, to at most this length
+        grad_norm = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
+        # the rate is an input, as a number would be recorded; Adam asks whether this is recorded
+        recording = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        optimizer.param_groups[0] |= {"lr": learning_rate, "capturable": recording}
+        optimizer.step()
+
+        # [core 12] Debug variables; approx_kl is the KL estimator that is never negative,
+        # old_approx_kl the plain mean of -log(ratio): joschu.net/blog/kl-approx.html
+        with torch.no_grad():
+            old_approx_kl = (-logratio).mean()
+            approx_kl = ((ratio - 1) - logratio).mean()
+            clipfrac = ((ratio - 1.0).abs() > clip_coef).float().mean()
+            losses = (v_loss, pg_loss, entropy_loss, old_approx_kl, approx_kl, clipfrac)
+            return torch.stack((*losses, grad_norm))
+
+    act, gae = agent.get_action_and_value, compute_gae
+    if args.cuda_graphs and device.type == "cuda":
+        act, gae, update = CudaGraph(act), CudaGraph(gae), CudaGraph(update)
+
     def tensor(array, dtype=None):
         return torch.as_tensor(array, dtype=dtype, device=device)
 
@@ -386,7 +466,7 @@ def train(args: Args) -> dict:
         # [core 4] Learning rate annealing: from learning_rate in the first update to almost 0
         # in the last, constant within an update
         frac = 1.0 - (iteration - 1) / num_iterations
-        optimizer.param_groups[0]["lr"] = args.learning_rate * (frac if args.anneal_lr else 1.0)
+        learning_rate = args.learning_rate * (frac if args.anneal_lr else 1.0)
         # [aux 1] Clip range annealing
         clip_coef = args.clip_coef * (frac if args.anneal_clip_coef else 1.0)
 
@@ -420,23 +500,19 @@ def train(args: Args) -> dict:
                     obs[step, here] = tensor(next_obs[here])
                     dones[step, here] = tensor(next_done[here])  # 1: obs is the first of an episode
                     with torch.inference_mode():
-                        action, logprob, _, value = agent.get_action_and_value(obs[step, here])
+                        action, logprob, _, value = act(obs[step, here])
                     envs.send(action.cpu().numpy(), p)
                     actions[step, here], logprobs[step, here] = action, logprob
                     values[step, here] = value
 
         with torch.no_grad():
             next_value = agent.get_value(tensor(next_obs))
-        advantages, returns = compute_gae(
+        advantages, returns = gae(
             rewards, values, dones, next_value, tensor(next_done), args.gamma, args.gae_lambda
         )
 
-        b_obs = obs.flatten(0, 1)  # (num_steps * num_envs, *observation_shape)
-        b_actions = actions.flatten(0, 1)
-        b_logprobs = logprobs.flatten()
-        b_advantages = advantages.flatten()
-        b_returns = returns.flatten()
-        b_values = values.flatten()
+        rollout = (obs, actions, logprobs, advantages, returns, values)
+        batch = [data.flatten(0, 1) for data in rollout]  # (num_steps * num_envs, ...) of each
 
         stats = []
         for _ in range(args.update_epochs):
@@ -444,65 +520,23 @@ def train(args: Args) -> dict:
             # exactly once
             b_inds = torch.randperm(batch_size, device=device)
             for mb_inds in b_inds.split(minibatch_size):
-                _, newlogprob, entropy, newvalue = agent.get_action_and_value(
-                    b_obs[mb_inds], b_actions[mb_inds]
-                )
-                logratio = newlogprob - b_logprobs[mb_inds]
-                ratio = logratio.exp()  # 1, up to rounding, in the first minibatch of an update
-
-                mb_advantages = b_advantages[mb_inds]
-                if args.norm_adv:
-                    # [core 7] Advantages normalized within the minibatch, not within the batch; the
-                    # deviation is NumPy's, divided by n (correction=0)
-                    mb_std = mb_advantages.std(correction=0)
-                    mb_advantages = (mb_advantages - mb_advantages.mean()) / (mb_std + 1e-8)
-
-                # [core 8] Clipped surrogate objective: the larger of two losses is the pessimistic
-                # one, so a ratio that has left the clip range in the good direction gains no more
-                pg_loss1 = -mb_advantages * ratio
-                pg_loss2 = -mb_advantages * ratio.clamp(1 - clip_coef, 1 + clip_coef)
-                pg_loss = torch.max(pg_loss1, pg_loss2).mean()
-
-                # [core 9] Value loss clipping around the value that the rollout predicted
-                mb_returns = b_returns[mb_inds]
-                v_loss = (newvalue - mb_returns) ** 2
-                if args.clip_vloss:
-                    mb_values = b_values[mb_inds]
-                    v_clipped = mb_values + (newvalue - mb_values).clamp(-clip_coef, clip_coef)
-                    v_loss = torch.max(v_loss, (v_clipped - mb_returns) ** 2)
-                v_loss = 0.5 * v_loss.mean()
-
-                # [core 10] One loss for policy and value, less an entropy bonus
-                entropy_loss = entropy.mean()
-                loss = pg_loss - args.ent_coef * entropy_loss + args.vf_coef * v_loss
-
-                optimizer.zero_grad()
-                loss.backward()
-                # [core 11] Global gradient clipping: all gradients together, to at most this length
-                grad_norm = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)
-                if not torch.isfinite(grad_norm):  # the step would spoil every weight
-                    raise FloatingPointError(f"the gradient is not finite after step {global_step}")
-                optimizer.step()
-
-                # [core 12] Debug variables; approx_kl is the KL estimator that is never negative,
-                # old_approx_kl the plain mean of -log(ratio): joschu.net/blog/kl-approx.html
-                with torch.no_grad():
-                    old_approx_kl = (-logratio).mean()
-                    approx_kl = ((ratio - 1) - logratio).mean()
-                    clipfrac = ((ratio - 1.0).abs() > clip_coef).float().mean()
-                    losses = (v_loss, pg_loss, entropy_loss, old_approx_kl, approx_kl, clipfrac)
-                    stats.append(torch.stack(losses))
+                minibatch = (data[mb_inds] for data in batch)
+                stats.append(update(learning_rate, clip_coef, *minibatch).clone())
 
             # [aux 3] Early stopping: no further epoch once the last minibatch shows too large a KL
+            approx_kl = stats[-1][4]
             if args.target_kl is not None and approx_kl > args.target_kl:
                 break
 
         names = ("value_loss", "policy_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac")
-        means = torch.stack(stats).mean(0).tolist()  # over all minibatches of the update
+        # over all minibatches of the update
+        *means, grad_norm = torch.stack(stats).mean(0).tolist()
+        if not math.isfinite(grad_norm):  # every weight is spoiled, and is not saved
+            raise FloatingPointError(f"the gradient is not finite after step {global_step}")
         metrics = {f"losses/{name}": mean for name, mean in zip(names, means, strict=True)}
-        unexplained = (b_returns - b_values).var() / b_returns.var()
+        unexplained = (returns - values).var() / returns.var()
         metrics["losses/explained_variance"] = 1.0 - unexplained.item()
-        metrics["charts/learning_rate"] = optimizer.param_groups[0]["lr"]
+        metrics["charts/learning_rate"] = learning_rate
         run["global_step"], run["seconds"] = global_step, time.time() - start_time
 
         finished = iteration == num_iterations

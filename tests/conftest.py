@@ -15,6 +15,8 @@ from vizdoom import gymnasium_wrapper  # noqa: F401
 
 # On a machine with a GPU as well: PyTorch forbids a fork to compute gradients after its parent has
 # computed some there, and what runs in this process would go to the GPU.
+if "ALL_GPUS" not in os.environ:  # for tests/test_gpu.py; xdist's workers load this file once more
+    os.environ["ALL_GPUS"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0")
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = ("ppo", "ppo_shared", "ppo_atari", "ppo_continuous", "ppo_lstm", "ppo_multidiscrete")
