@@ -1,4 +1,4 @@
-"""Steps per second on a GPU of CUDA's: python benchmarks/gpu.py [--seconds 60] [--only graphs].
+"""Steps per second on a GPU (CUDA): python benchmarks/gpu.py [--seconds 60] [--only graphs].
 
 Each case is one process that trains on Breakout as a user would, until it is stopped. What counts
 are the steps of --seconds, after a first rate has been shown; set-up and recording are left out.

@@ -1,4 +1,4 @@
-"""Training, resuming, evaluating on a real GPU of CUDA's. Where there is none, all is skipped."""
+"""Training, resuming, evaluating on a real GPU (CUDA). Where there is none, all is skipped."""
 
 import os
 import subprocess
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import ROOT, SCRIPTS, TINY, load_script
-from test_runs import same, same_state
+from test_runs import same
 
 pytestmark = pytest.mark.skipif(not Path("/dev/nvidia0").exists(), reason="there is no GPU")
 
@@ -34,7 +34,7 @@ def run_on_gpu(run_dir: str, name: str, *flags: str) -> tuple[dict, list[int]]:
     driver = [sys.executable, ROOT / "tests/gpu_driver.py", name, *words]
     process = subprocess.run(driver, env=environ, capture_output=True, text=True, timeout=300)
     assert process.returncode == 0, process.stderr
-    assert process.stdout.count("device cuda,") == 2
+    assert process.stdout.count("device cuda,") == 2, process.stdout
     assert "score " in process.stdout
     run = load_script(name).load("resume", run_dir)
     assert all(tensor.isfinite().all() for tensor in run["agent"].values())
@@ -46,8 +46,8 @@ def test_twice_the_same_run(flags, tmp_path, monkeypatch):
     """Bit for bit, as --torch-deterministic promises."""
     monkeypatch.chdir(tmp_path)
     (one, graphs), (two, _) = (run_on_gpu(run_dir, *flags) for run_dir in ("one", "two"))
-    assert same_state(one, two)
-    assert same(one["returns"], two["returns"])
+    keys = ("agent", "optimizer", "rng", "normalizer", "returns")
+    assert [key for key in keys if not same(one.get(key), two.get(key))] == []
     if flags[: len(GRAPHS)] == GRAPHS:
         recorded, replayed = graphs
         used = "--no-cuda-graphs" not in flags
