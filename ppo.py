@@ -160,7 +160,8 @@ class Agent(nn.Module):
     def __init__(self, envs: gym.vector.VectorEnv, args: Args):
         super().__init__()
         obs_size = envs.single_observation_space.shape[0]
-        # [core 13] Separate networks for policy and value: only the clipping of core 11 joins them
+        # [core 13] Separate networks for policy and value, without a weight in common: they meet
+        # in the length of the whole gradient (core 11) and the early stop (aux 3) alone
         self.critic = nn.Sequential(
             layer_init(nn.Linear(obs_size, 64)),
             nn.Tanh(),
@@ -181,12 +182,13 @@ class Agent(nn.Module):
         return self.critic(x).squeeze(-1)
 
     def get_action_and_value(self, x, action=None):
-        """Sample an action, or judge a given one. All four results are (batch,)."""
+        """Action (sampled, unless given), its log-probability, entropy and value, each (batch,)."""
         log_pi = self.actor(x).log_softmax(-1)  # (batch, actions)
         pi = log_pi.exp()
         # the categorical distribution by hand: torch.distributions takes 5 times as long
         if action is None:
-            # a race: noise is Exp(1), so action a has the largest quotient with probability pi[a]
+            # a race (the Gumbel-max trick): action a arrives after noise / pi[a], a time of rate
+            # pi[a], and is the first with probability pi[a]
             noise = torch.empty_like(pi).exponential_()
             action = (pi / noise).argmax(-1)
         logprob = log_pi.gather(-1, action.long().unsqueeze(-1)).squeeze(-1)
@@ -252,7 +254,7 @@ def train(args: Args) -> dict:
     rewards = torch.zeros(shape, device=device)
     dones = torch.zeros(shape, device=device)
     values = torch.zeros(shape, device=device)
-    start_time, last_save = time.time() - run["seconds"], -math.inf
+    start_time, last_save = time.perf_counter() - run["seconds"], -math.inf
 
     for iteration in range(global_step // batch_size + 1, num_iterations + 1):
         # [core 4] Learning rate annealing: from learning_rate in the first update to almost 0
@@ -332,7 +334,7 @@ def train(args: Args) -> dict:
                     v_loss = torch.max(v_loss, (v_clipped - mb_returns) ** 2)
                 v_loss = 0.5 * v_loss.mean()
 
-                # [core 10] One loss for policy and value, less an entropy bonus
+                # [core 10] One loss for policy and value, less a bonus for entropy: exploration
                 entropy_loss = entropy.mean()
                 loss = pg_loss - args.ent_coef * entropy_loss + args.vf_coef * v_loss
 
@@ -344,8 +346,8 @@ def train(args: Args) -> dict:
                     raise FloatingPointError(f"the gradient is not finite after step {global_step}")
                 optimizer.step()
 
-                # [core 12] Debug variables; approx_kl is the KL estimator that is never negative,
-                # old_approx_kl the plain mean of -log(ratio): joschu.net/blog/kl-approx.html
+                # [core 12] Debug variables; approx_kl (mostly below 0.02) is the estimator that is
+                # never negative, old_approx_kl is mean(-logratio): joschu.net/blog/kl-approx.html
                 with torch.no_grad():
                     old_approx_kl = (-logratio).mean()
                     approx_kl = ((ratio - 1) - logratio).mean()
@@ -361,15 +363,15 @@ def train(args: Args) -> dict:
         means = torch.stack(stats).mean(0).tolist()  # over all minibatches of the update
         metrics = {f"losses/{name}": mean for name, mean in zip(names, means, strict=True)}
         unexplained = (b_returns - b_values).var() / b_returns.var()
-        metrics["losses/explained_variance"] = 1.0 - unexplained.item()
+        metrics["losses/explained_variance"] = 1.0 - unexplained.item()  # 0 or less: useless
         metrics["charts/learning_rate"] = optimizer.param_groups[0]["lr"]
-        run["global_step"], run["seconds"] = global_step, time.time() - start_time
+        run["global_step"], run["seconds"] = global_step, time.perf_counter() - start_time
 
         finished = iteration == num_iterations
         stop = finished or bool(STOP) or global_step >= (args.stop_at or math.inf)
         log(args, run, writer, metrics, stop)
-        if stop or time.time() - last_save >= args.checkpoint_every:
-            last_save = time.time()
+        if stop or time.perf_counter() - last_save >= args.checkpoint_every:
+            last_save = time.perf_counter()
             state = save(args, run, agent=agent.state_dict(), optimizer=optimizer.state_dict())
             writer.flush()
         if stop:
@@ -546,6 +548,7 @@ def open_run(args: Args) -> tuple[dict, SummaryWriter]:
         run = load("resume", args.resume)
     # speed is that of this process: a run that is resumed may be slower or faster from there on
     run["start"] = run["global_step"], run["seconds"]
+    run["shown"] = -math.inf  # when the progress line was printed
     name = f"{args.env_id}__{SCRIPT}__{args.seed}__{int(1000 * time.time())}"
     name = re.sub("[/:]", "-", name)
     chosen = args.resume or args.run_dir
@@ -602,11 +605,11 @@ def log(args: Args, run: dict, writer: SummaryWriter, metrics: dict, last: bool)
     sps = (step - first_step) / (run["seconds"] - first_seconds)
     for name, value in {**metrics, "charts/SPS": sps}.items():
         writer.add_scalar(name, value, step)
-    if last or time.time() - run.get("shown", 0) > (0.2 if live else 10):
-        run["shown"] = time.time()
+    if last or time.perf_counter() - run["shown"] > (0.2 if live else 10):
+        run["shown"] = time.perf_counter()
         mean = np.mean(run["returns"][-20:]) if run["returns"] else math.nan
         goal = min(args.stop_at or math.inf, args.total_timesteps)
-        left = timedelta(seconds=int(max(0, goal - step) / sps))
+        left = timedelta(seconds=int(min(max(0, goal - step) / sps, 10**9)))
         line = f"{step:,} of {goal:,} steps | return {mean:.1f} | {sps:,.0f} SPS | {left} left"
         start, end = ("\r\033[K", "\n" if last else "") if live else ("", "\n")
         width = shutil.get_terminal_size().columns - 1 if live else None
@@ -627,12 +630,16 @@ def evaluate(args: Args, run: dict) -> list[float]:
         envs, obs = make_envs(args, args.eval_episodes, args.seed + 10**9, frozen=run)
         agent = Agent(envs, args).to(device)
         agent.load_state_dict(run["agent"])
-        while len(scores) < args.eval_episodes and not STOP:
-            action = agent.get_action_and_value(torch.as_tensor(obs, device=device))[0]
-            obs, _, _, _, infos = envs.step(action.cpu().numpy())
-            for i, episodic_return, _ in finished_episodes(infos):
-                scores.setdefault(i, episodic_return)
-        envs.close()
+        try:
+            while len(scores) < args.eval_episodes and not STOP:
+                action = agent.get_action_and_value(torch.as_tensor(obs, device=device))[0]
+                obs, _, _, _, infos = envs.step(action.cpu().numpy())
+                for i, episodic_return, _ in finished_episodes(infos):
+                    scores.setdefault(i, episodic_return)
+            envs.close()
+        except OSError:
+            if not STOP:  # Ctrl-C ends ffmpeg too, in the middle of a film
+                raise
     if len(scores) < args.eval_episodes:  # a signal: what has ended so far are the short games
         print("no score: not all games have ended")
         return []
@@ -642,15 +649,16 @@ def evaluate(args: Args, run: dict) -> list[float]:
 
 
 def close_run(args: Args, run: dict, writer: SummaryWriter, finished: bool) -> dict:
-    """Evaluate a finished run, write result.json, and say what can be done next."""
-    scores = evaluate(args, run) if finished and args.eval_episodes else []
+    """Write result.json, evaluate a finished run, and say what can be done next."""
     result = {"steps": run["global_step"], "seconds": run["seconds"], "episodes": run["episodes"]}
     result["sps"] = run["global_step"] / run["seconds"]
     result["return_last100"] = float(np.mean(run["returns"])) if run["returns"] else None
-    result["eval_mean"] = float(np.mean(scores)) if scores else None
-    result["eval_std"] = float(np.std(scores)) if scores else None
-    result["finished"] = finished
-    Path(args.run_dir, "result.json").write_text(json.dumps(result, indent=1))
+    result |= {"eval_mean": None, "eval_std": None, "finished": finished}
+    path = Path(args.run_dir, "result.json")
+    path.write_text(json.dumps(result, indent=1))  # in case the evaluation is killed
+    if finished and args.eval_episodes and (scores := evaluate(args, run)):
+        result |= {"eval_mean": float(np.mean(scores)), "eval_std": float(np.std(scores))}
+        path.write_text(json.dumps(result, indent=1))
     writer.close()
     if args.track:
         import wandb

@@ -307,8 +307,9 @@ class ProcessVectorEnv(gym.vector.SyncVectorEnv):
         return super().step(actions)
 
     def close_extras(self, **kwargs):
-        for pipe, process in zip(self.pipes, self.processes, strict=True):
+        for pipe in self.pipes:
             pipe.close()
+        for process in self.processes:
             process.join(5)
             process.kill()
 
@@ -320,9 +321,10 @@ def make_envs(args: Args, num_envs: int, seed: int, frozen: dict | None = None):
     since every frame of a film is kept in memory until the game ends.
     Returns the vector environment and its first observations, (num_envs, *observation_shape).
     """
+    filmed = args.capture_video and frozen is not None  # processes get this, and not the network
 
     def make_env(index: int) -> gym.Env:
-        video = args.capture_video and frozen is not None and index == 0
+        video = filmed and index == 0
         env = gym.make(args.env_id, **({"render_mode": "rgb_array"} if video else {}))
         # innermost: whole games and raw scores, whatever the wrappers make of them
         env = gym.wrappers.RecordEpisodeStatistics(env)
@@ -437,13 +439,14 @@ class Agent(nn.Module):
         return self.critic(self.get_features(x)).squeeze(-1)
 
     def get_action_and_value(self, x, action=None):
-        """Sample an action, or judge a given one. All four results are (batch,)."""
+        """Action (sampled, unless given), its log-probability, entropy and value, each (batch,)."""
         hidden = self.get_features(x)
         log_pi = self.actor(hidden).log_softmax(-1)  # (batch, actions)
         pi = log_pi.exp()
         # the categorical distribution by hand: torch.distributions takes 5 times as long
         if action is None:
-            # a race: noise is Exp(1), so action a has the largest quotient with probability pi[a]
+            # a race (the Gumbel-max trick): action a arrives after noise / pi[a], a time of rate
+            # pi[a], and is the first with probability pi[a]
             noise = torch.empty_like(pi).exponential_()
             action = (pi / noise).argmax(-1)
         logprob = log_pi.gather(-1, action.long().unsqueeze(-1)).squeeze(-1)
@@ -546,7 +549,7 @@ def train(args: Args) -> dict:
     rewards = torch.zeros(shape, device=device)
     dones = torch.zeros(shape, device=device)
     values = torch.zeros(shape, device=device)
-    start_time, last_save = time.time() - run["seconds"], -math.inf
+    start_time, last_save = time.perf_counter() - run["seconds"], -math.inf
 
     for iteration in range(global_step // batch_size + 1, num_iterations + 1):
         # [core 4] Learning rate annealing: from learning_rate in the first update to almost 0
@@ -624,7 +627,7 @@ def train(args: Args) -> dict:
                     v_loss = torch.max(v_loss, (v_clipped - mb_returns) ** 2)
                 v_loss = 0.5 * v_loss.mean()
 
-                # [core 10] One loss for policy and value, less an entropy bonus
+                # [core 10] One loss for policy and value, less a bonus for entropy: exploration
                 entropy_loss = entropy.mean()
                 loss = pg_loss - args.ent_coef * entropy_loss + args.vf_coef * v_loss
 
@@ -641,8 +644,8 @@ def train(args: Args) -> dict:
                     raise FloatingPointError(f"the gradient is not finite after step {global_step}")
                 optimizer.step()
 
-                # [core 12] Debug variables; approx_kl is the KL estimator that is never negative,
-                # old_approx_kl the plain mean of -log(ratio): joschu.net/blog/kl-approx.html
+                # [core 12] Debug variables; approx_kl (mostly below 0.02) is the estimator that is
+                # never negative, old_approx_kl is mean(-logratio): joschu.net/blog/kl-approx.html
                 with torch.no_grad():
                     old_approx_kl = (-logratio).mean()
                     approx_kl = ((ratio - 1) - logratio).mean()
@@ -659,12 +662,12 @@ def train(args: Args) -> dict:
         means = torch.stack(stats).mean(0).tolist()  # over all minibatches of the update
         metrics = {f"losses/{name}": mean for name, mean in zip(names, means, strict=True)}
         unexplained = variance(b_returns - b_values) / variance(b_returns)
-        metrics["losses/explained_variance"] = 1.0 - unexplained.item()
+        metrics["losses/explained_variance"] = 1.0 - unexplained.item()  # 0 or less: useless
         metrics["charts/learning_rate"] = optimizer.param_groups[0]["lr"]
-        run["global_step"], run["seconds"] = global_step, time.time() - start_time
+        run["global_step"], run["seconds"] = global_step, time.perf_counter() - start_time
 
         # what one process knows, all must know: they go on or stop together
-        save_now = time.time() - last_save >= args.checkpoint_every
+        save_now = time.perf_counter() - last_save >= args.checkpoint_every
         theirs, stops, saves = zip(*gather((episodes, bool(STOP), save_now)), strict=True)
         episodes = [episode for share in theirs for episode in share]
         for step, episodic_return, episodic_length in sorted(episodes, key=lambda e: e[0]):
@@ -677,7 +680,7 @@ def train(args: Args) -> dict:
         stop = finished or any(stops) or global_step >= (args.stop_at or math.inf)
         log(args, run, writer, metrics, stop)
         if stop or saves[0]:
-            last_save = time.time()
+            last_save = time.perf_counter()
             check_equal(agent)
             state = save(args, run, agent=agent.state_dict(), optimizer=optimizer.state_dict())
             if writer:
@@ -908,6 +911,7 @@ def open_run(args: Args) -> tuple[dict, SummaryWriter | None]:
         run = load("resume", args.resume)
     # speed is that of this process: a run that is resumed may be slower or faster from there on
     run["start"] = run["global_step"], run["seconds"]
+    run["shown"] = -math.inf  # when the progress line was printed
     if RANK > 0:
         return run, None  # one process writes
     name = f"{args.env_id}__{SCRIPT}__{args.seed}__{int(1000 * time.time())}"
@@ -969,11 +973,11 @@ def log(args: Args, run: dict, writer: SummaryWriter | None, metrics: dict, last
     sps = (step - first_step) / (run["seconds"] - first_seconds)
     for name, value in {**metrics, "charts/SPS": sps}.items():
         writer.add_scalar(name, value, step)
-    if last or time.time() - run.get("shown", 0) > (0.2 if live else 10):
-        run["shown"] = time.time()
+    if last or time.perf_counter() - run["shown"] > (0.2 if live else 10):
+        run["shown"] = time.perf_counter()
         mean = np.mean(run["returns"][-20:]) if run["returns"] else math.nan
         goal = min(args.stop_at or math.inf, args.total_timesteps)
-        left = timedelta(seconds=int(max(0, goal - step) / sps))
+        left = timedelta(seconds=int(min(max(0, goal - step) / sps, 10**9)))
         line = f"{step:,} of {goal:,} steps | return {mean:.1f} | {sps:,.0f} SPS | {left} left"
         start, end = ("\r\033[K", "\n" if last else "") if live else ("", "\n")
         width = shutil.get_terminal_size().columns - 1 if live else None
@@ -994,12 +998,16 @@ def evaluate(args: Args, run: dict) -> list[float]:
         envs, obs = make_envs(args, args.eval_episodes, args.seed + 10**9, frozen=run)
         agent = Agent(envs, args).to(device)
         agent.load_state_dict(run["agent"])
-        while len(scores) < args.eval_episodes and not STOP:
-            action = agent.get_action_and_value(torch.as_tensor(obs, device=device))[0]
-            obs, _, _, _, infos = envs.step(action.cpu().numpy())
-            for i, episodic_return, _ in finished_episodes(infos):
-                scores.setdefault(i, episodic_return)
-        envs.close()
+        try:
+            while len(scores) < args.eval_episodes and not STOP:
+                action = agent.get_action_and_value(torch.as_tensor(obs, device=device))[0]
+                obs, _, _, _, infos = envs.step(action.cpu().numpy())
+                for i, episodic_return, _ in finished_episodes(infos):
+                    scores.setdefault(i, episodic_return)
+            envs.close()
+        except OSError:
+            if not STOP:  # Ctrl-C ends ffmpeg too, in the middle of a film
+                raise
     if len(scores) < args.eval_episodes:  # a signal: what has ended so far are the short games
         print("no score: not all games have ended")
         return []
@@ -1009,18 +1017,19 @@ def evaluate(args: Args, run: dict) -> list[float]:
 
 
 def close_run(args: Args, run: dict, writer: SummaryWriter | None, finished: bool) -> dict:
-    """Evaluate a finished run, write result.json, and say what can be done next."""
+    """Write result.json, evaluate a finished run, and say what can be done next."""
     dist.destroy_process_group()
     if not writer:
         return run
-    scores = evaluate(args, run) if finished and args.eval_episodes else []
     result = {"steps": run["global_step"], "seconds": run["seconds"], "episodes": run["episodes"]}
     result["sps"] = run["global_step"] / run["seconds"]
     result["return_last100"] = float(np.mean(run["returns"])) if run["returns"] else None
-    result["eval_mean"] = float(np.mean(scores)) if scores else None
-    result["eval_std"] = float(np.std(scores)) if scores else None
-    result["finished"] = finished
-    Path(args.run_dir, "result.json").write_text(json.dumps(result, indent=1))
+    result |= {"eval_mean": None, "eval_std": None, "finished": finished}
+    path = Path(args.run_dir, "result.json")
+    path.write_text(json.dumps(result, indent=1))  # in case the evaluation is killed
+    if finished and args.eval_episodes and (scores := evaluate(args, run)):
+        result |= {"eval_mean": float(np.mean(scores)), "eval_std": float(np.std(scores))}
+        path.write_text(json.dumps(result, indent=1))
     writer.close()
     if args.track:
         import wandb

@@ -12,7 +12,7 @@ When the code has changed since, --same trains 4,096 steps (2 to 16 updates) wit
 the row's arguments, in fp32 on a processor without bfloat16. If weights and optimizer are equal bit
 for bit, the change moved no number, and the row gets the new hash too. An asynchronous run can only
 be compared in serial mode, which does not show the order of its data: its row gets the hash if the
-whole Training block is what it was.
+whole Training block is what it was, but for line breaks and the clock that it reads.
 """
 
 import argparse
@@ -313,6 +313,12 @@ def same(row: dict) -> bool:
     return all(torch.equal(a, b) for a, b in pairs) and kept[0][2] == kept[1][2]
 
 
+def training_of(source: str) -> str:
+    """The Training block of a script, however its lines are broken and whatever clock it reads."""
+    text = ast.unparse(ast.parse(blocks_of(source)["Training"]))
+    return text.replace("time.perf_counter()", "time.time()")
+
+
 def check_row(row: dict) -> None:
     """Add today's hash to a row whose numbers today's code would give as well."""
     script = f"{row['script']}.py"
@@ -326,10 +332,8 @@ def check_row(row: dict) -> None:
         last = (error.stderr.decode().splitlines() or ["no message"])[-1]
         print(f"{row['run']} cannot be compared: {last}", flush=True)
         return
-    training = [
-        blocks_of(text)["Training"] for text in (git("show", f"{row['commit']}:{script}"), source)
-    ]
-    unordered = row["script"] == "appo_async" and training[0] != training[1]
+    old = git("show", f"{row['commit']}:{script}")
+    unordered = row["script"] == "appo_async" and training_of(old) != training_of(source)
     verdict = "trains the same" + " in serial mode: run it again" * unordered
     print(row["run"], verdict if equal else "trains otherwise: run it again", flush=True)
     if equal and not unordered:

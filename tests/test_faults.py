@@ -249,6 +249,39 @@ def test_second_signal_ends_at_once(first, second, start, tmp_path):
     assert not saved(tmp_path / "run")
 
 
+@pytest.mark.parametrize("name", ["ppo", "envpool_ppo"])
+def test_ctrl_c_while_a_film_is_written(name, start, tmp_path):
+    """The terminal stops ffmpeg too, in the middle: that is no fault of the disk."""
+    sizes = [*SMALL, "--total-timesteps", 64, "--eval-episodes", 1, "--capture-video"]
+    process = start(name, "--run-dir", "run", *sizes, *["--env-id", "Acrobot-v1"] * (name == "ppo"))
+
+    def filming():
+        for pid in session(process):
+            with contextlib.suppress(OSError):
+                if "ffmpeg" in Path(f"/proc/{pid}/cmdline").read_text():
+                    return True
+        return process.poll() is not None
+
+    wait_for(filming, "ffmpeg")
+    os.killpg(process.pid, signal.SIGINT)
+    stdout, stderr = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 0 and "error" not in stderr
+    assert "--resume run" in stdout
+    assert json.loads((tmp_path / "run" / "result.json").read_text())["finished"]
+
+
+def test_killed_while_it_is_evaluated(start, tmp_path):
+    """What was trained has its result, which only lacks the score."""
+    sizes = [*SMALL, "--total-timesteps", 64, "--eval-episodes", 300]
+    process = start("ppo", "--run-dir", "run", *sizes)
+    result = tmp_path / "run" / "result.json"
+    wait_for(lambda: result.exists() and result.read_text().endswith("}"), "result")
+    process.kill()
+    process.wait()
+    result = json.loads(result.read_text())
+    assert result["finished"] and result["eval_mean"] is None and result["steps"] == 64
+
+
 def survives_signal_to_all(signum, name, argv, size, start, tmp_path):
     process = start(name, "--run-dir", "run", *argv, "--checkpoint-every", 1000)
     wait_for(lambda: saved(tmp_path / "run"), "checkpoint")

@@ -307,9 +307,15 @@ def test_an_asynchronous_run_is_only_as_good_as_its_training_block(monkeypatch, 
     monkeypatch.setattr(record, "ROOT", tmp_path)
     (tmp_path / "results").mkdir()
     (tmp_path / "appo_async.py").write_text(source)
-    for old, kept in (("agent = agent.to(device)", False), ("layer.bias, bias_const", True)):
+    for old, new, kept in (
+        ("agent = agent.to(device)", "agent = agent.to(device=device)", False),
+        ("layer.bias, bias_const", "layer.bias,  bias_const", True),
+        # how Training's lines are broken, and the clock that it reads
+        ("agent = agent.to(device)", "agent = (agent.to(device))", True),
+        ("global_step, time.perf_counter() - start", "global_step, time.time() - start", True),
+    ):
         assert source.count(old) == 1
-        before = source.replace(old, old.replace(" ", "  ", 1))
+        before = source.replace(old, new)
         monkeypatch.setattr(record, "git", lambda *_, before=before: before)
         record.write_csv(tmp_path / "results/runs.csv", [row], record.COLUMNS)
         record.check_row(row)

@@ -21,6 +21,7 @@ from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
+import cloudpickle
 import cv2
 import fake_envpool
 import gymnasium as gym
@@ -469,16 +470,24 @@ def test_a_checkpoint_is_on_the_disk_before_it_takes_the_place_of_the_last(scrip
 
 def test_seconds_are_those_of_training(script, monkeypatch):
     """Without what it takes to make the environments."""
-    late, clock, make_envs = [0.0], time.time, script.make_envs
+    late, clock, make_envs = [0.0], time.perf_counter, script.make_envs
 
     def slow(*args, **kwargs):
         late[0] += 1000.0
         return make_envs(*args, **kwargs)
 
-    monkeypatch.setattr(script.time, "time", lambda: clock() + late[0])
+    monkeypatch.setattr(script.time, "perf_counter", lambda: clock() + late[0])
     monkeypatch.setattr(script, "make_envs", slow)
     run = train(script, "run")
     assert late[0] >= 1000 and 0 < run["seconds"] < 1000
+
+
+def test_a_clock_that_is_set_changes_nothing(script, monkeypatch):
+    """A laptop that wakes up, or asks for the time: no checkpoint is late, no speed is wrong."""
+    today = iter(range(10**9, 0, -(10**6)))
+    monkeypatch.setattr(script.time, "time", lambda: next(today))
+    run = train(script, "run", checkpoint_every=0.0)
+    assert 0 < run["seconds"] < 1000 and Path("run/checkpoint.pt").exists()
 
 
 def test_default_run_dir(script, monkeypatch):
@@ -529,6 +538,41 @@ def test_value_loss_of_parts_is_that_of_the_whole(script):
     assert float(parts) == pytest.approx(float(whole), rel=1e-5)
 
 
+def test_the_network_is_not_sent_to_the_processes(script, monkeypatch):
+    """An evaluation's processes need to know that they are to film, no more."""
+    if not hasattr(script, "ProcessVectorEnv"):
+        pytest.skip("no processes")
+    sent = {}
+
+    def processes(make, seed, **kwargs):
+        sent[len(sent)] = len(cloudpickle.dumps(make))
+        return gym.vector.SyncVectorEnv([Clock], **kwargs)
+
+    monkeypatch.setattr(script, "ProcessVectorEnv", processes)
+    monkeypatch.setattr(script.multiprocessing, "set_forkserver_preload", lambda modules: None)
+    args = script.Args(vector_mode="async", capture_video=True)
+    for frozen in (None, {}, {"agent": {"weight": torch.zeros(10**6)}}):
+        script.make_envs(args, 4, 5, frozen=frozen)
+    assert sent[0] == sent[1] == sent[2] < 10**5
+
+
+def test_processes_end_together(script):
+    """Each may take seconds to close its games: all are asked before the first is waited for."""
+    if not hasattr(script, "ProcessVectorEnv"):
+        pytest.skip("no processes")
+    calls = []
+    names = {"pipes": ["close"], "processes": ["join", "kill"]}
+    parts = {
+        what: [
+            SimpleNamespace(**{name: lambda *_, name=name: calls.append(name) for name in methods})
+            for _ in range(2)
+        ]
+        for what, methods in names.items()
+    }
+    script.ProcessVectorEnv.close_extras(SimpleNamespace(**parts))
+    assert calls == ["close", "close", "join", "kill", "join", "kill"]
+
+
 # === Evaluated
 
 
@@ -536,7 +580,7 @@ def test_the_published_measure(script, monkeypatch, capsys):
     """Of all games the last hundred are kept, and shown is the mean of the last twenty."""
     monkeypatch.setattr(script, "RANK", 0, raising=False)
     run = {"global_step": 2000, "seconds": 10.0, "returns": [float(i) for i in range(150)]}
-    run["start"] = 1000, 8.0
+    run["start"], run["shown"] = (1000, 8.0), 0.0
     metrics = {"charts/policy_lag_min": 1, "charts/policy_lag_mean": 2, "charts/policy_lag_max": 3}
     waiting = {"rollout": 0.1, "policy": 0.2, "learner": 0.3}
     metrics |= {f"charts/waiting_{role}": share for role, share in waiting.items()}
@@ -551,6 +595,8 @@ def test_the_published_measure(script, monkeypatch, capsys):
     assert (frames if script.SCRIPT == "appo_async" else " | 500 SPS | ") in line
     assert line.startswith("2,000 of 5,000 steps | return 139.5 | ")
     assert line.endswith(" | 0:00:06 left")  # 3,000 steps at 500 a second
+    script.log(script.Args(total_timesteps=10**18), run, writer, metrics, True)  # "until I stop it"
+    assert " days, " in capsys.readouterr().out
 
 
 def test_an_evaluation_is_of_the_trained_agent(script, monkeypatch):
@@ -898,7 +944,7 @@ def test_what_wandb_is_told(script, monkeypatch):
 def test_checkpoints_are_so_many_seconds_apart(script, monkeypatch):
     """Each iteration takes ten seconds; the first and the last are saved as well."""
     clock, saved, save = [0.0], [], script.save
-    monkeypatch.setattr(script.time, "time", lambda: clock[0])
+    monkeypatch.setattr(script.time, "perf_counter", lambda: clock[0])
     once = "compute_vtrace" if script.SCRIPT == "appo_async" else "compute_gae"
     advantages = getattr(script, once)
 
