@@ -62,6 +62,7 @@ try:
     import numpy as np
     import torch
     import torch.distributed as dist
+    import torch.distributed.nn  # before there is a group: its default arguments would keep it
     import tyro
     from torch import nn
     from torch.utils.tensorboard import SummaryWriter
@@ -636,7 +637,7 @@ def train(args: Args) -> dict:
                 # The mean of the gradients is the gradient of the mean loss: all processes
                 # take the step that one would take with everything
                 for parameter in agent.parameters():
-                    on_its_way[parameter].wait()  # for the sum over all processes
+                    on_its_way.pop(parameter).wait()  # for the sum over all processes
                     parameter.grad /= WORLD_SIZE
                 # [core 11] Global gradient clipping: all gradients together, to at most this length
                 grad_norm = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm)

@@ -64,8 +64,7 @@ def known_hashes(script: str) -> set[str]:
 
 def stale_speed(row: dict) -> str:
     """The same mark for a speed, which code that trains the same need not have."""
-    script = re.search(r"(\w+)\.py", row["what"])[1]
-    return "" if row["blocks"] == code_hash(source(script)) else " (older code)"
+    return stale({"script": re.search(r"(\w+)\.py", row["what"])[1], "blocks": row["blocks"]})
 
 
 def length(runs: list[dict]) -> str:

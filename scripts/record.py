@@ -8,11 +8,12 @@ looked up in the history, so that a row names the commit whose code it comes fro
 machine are those of the process that records. A row takes the place of one of the same command,
 with --replace also of one of the same name. Runs whose names differ in the seed alone are averaged
 in the tables, so their other arguments must be the same: --as NAME sets an experiment apart.
-When the code has changed since, --same trains 4,096 steps (2 to 16 updates) with both versions and
-the row's arguments, in fp32 on a processor without bfloat16. If weights and optimizer are equal bit
-for bit, the change moved no number, and the row gets the new hash too. An asynchronous run can only
-be compared in serial mode, which does not show the order of its data: its row gets the hash if the
-whole Training block is what it was, but for line breaks and the clock that it reads.
+When the code has changed since, --same compares. A speed gets the new hash too if nothing differs
+but comments, line breaks and the clock that is read. For a run, it trains 4,096 steps (2 to 16
+updates) with both versions and the row's arguments, in fp32 on a processor without bfloat16. If
+weights and optimizer are equal bit for bit, the change moved no number, and the row gets the hash.
+An asynchronous run can only be compared in serial mode, which does not show the order of its data:
+its Training block must also be the same, as for a speed.
 """
 
 import argparse
@@ -73,8 +74,8 @@ def blocks_of(source: str) -> dict[str, str]:
     return dict(zip(sections[1::2], sections[2::2], strict=True))
 
 
-def code_hash(source: str) -> str:
-    """Hash what decides a result: four blocks of a script, without what is in ASIDE."""
+def deciding(source: str) -> dict[str, str]:
+    """What decides a result: four blocks of a script, by name, without what is in ASIDE."""
     lines, body = source.splitlines(), ast.parse(source).body
     parts = {node.name: node for node in body if isinstance(node, ast.FunctionDef)}
     parts |= {ast.unparse(node.targets[0]): node for node in body if isinstance(node, ast.Assign)}
@@ -85,8 +86,19 @@ def code_hash(source: str) -> str:
         if node := parts.get(name):
             lines[node.lineno - 1 : node.end_lineno] = [""] * (node.end_lineno - node.lineno + 1)
     blocks = blocks_of("\n".join(lines) + "\n")
-    text = "".join(blocks[name] for name in BLOCKS)
-    return hashlib.sha256(text.encode()).hexdigest()[:12]
+    return {name: blocks[name] for name in BLOCKS}
+
+
+def code_hash(source: str) -> str:
+    return hashlib.sha256("".join(deciding(source).values()).encode()).hexdigest()[:12]
+
+
+def laid_out(blocks: dict[str, str]) -> dict[str, str]:
+    """The same blocks, however their lines were broken and whatever clock they read."""
+    texts = {name: ast.unparse(ast.parse(text)) for name, text in blocks.items()}
+    return {
+        name: text.replace("time.perf_counter()", "time.time()") for name, text in texts.items()
+    }
 
 
 def git(*words: str) -> str:
@@ -313,12 +325,6 @@ def same(row: dict) -> bool:
     return all(torch.equal(a, b) for a, b in pairs) and kept[0][2] == kept[1][2]
 
 
-def training_of(source: str) -> str:
-    """The Training block of a script, however its lines are broken and whatever clock it reads."""
-    text = ast.unparse(ast.parse(blocks_of(source)["Training"]))
-    return text.replace("time.perf_counter()", "time.time()")
-
-
 def check_row(row: dict) -> None:
     """Add today's hash to a row whose numbers today's code would give as well."""
     script = f"{row['script']}.py"
@@ -333,7 +339,8 @@ def check_row(row: dict) -> None:
         print(f"{row['run']} cannot be compared: {last}", flush=True)
         return
     old = git("show", f"{row['commit']}:{script}")
-    unordered = row["script"] == "appo_async" and training_of(old) != training_of(source)
+    training = [laid_out(deciding(text))["Training"] for text in (old, source)]
+    unordered = row["script"] == "appo_async" and training[0] != training[1]
     verdict = "trains the same" + " in serial mode: run it again" * unordered
     print(row["run"], verdict if equal else "trains otherwise: run it again", flush=True)
     if equal and not unordered:
@@ -344,6 +351,20 @@ def check_row(row: dict) -> None:
                 if (now["run"], now["blocks"]) == (row["run"], row["blocks"]):
                     now["blocks"] += f" {today}"
             write_csv(path, rows, COLUMNS)
+
+
+def check_speeds(path: Path) -> None:
+    """Add today's hash to the speeds of code that differs only in what laid_out() makes alike."""
+    with only_writer():
+        rows = read_csv(path)
+        for row in rows:
+            script = re.search(r"\w+\.py", row["what"])[0]
+            source = (ROOT / script).read_text()
+            old, today = git("show", f"{row['commit']}:{script}"), code_hash(source)
+            alike = laid_out(deciding(old)) == laid_out(deciding(source))
+            if alike and today not in row["blocks"].split():
+                row["blocks"] += f" {today}"
+        write_csv(path, rows, list(rows[0]))
 
 
 def main() -> None:
@@ -363,6 +384,8 @@ def main() -> None:
     if args.same:
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             list(pool.map(check_row, read_csv(ROOT / "results" / "runs.csv")))
+        for name in ("speed.csv", "speed_xeon.csv"):
+            check_speeds(ROOT / "results" / name)
 
 
 if __name__ == "__main__":

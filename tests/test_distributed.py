@@ -434,6 +434,41 @@ def torchrun(tmp_path):
         process.communicate()
 
 
+WITNESS = """
+import os, pathlib, runpy, sys
+import torch.distributed as dist
+
+destroy = dist.destroy_process_group
+
+def witness():
+    destroy()
+    tasks = pathlib.Path("/proc/self/task").glob("*/comm")
+    pathlib.Path("threads-" + os.environ["RANK"]).write_text("".join(x.read_text() for x in tasks))
+
+dist.destroy_process_group = witness
+del sys.argv[0]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads are read from /proc")
+def test_no_thread_of_the_group_outlives_it(tmp_path):
+    """One that is still there while Python ends can abort the process behind a whole run.
+
+    What keeps the group is whatever holds it: a default argument of torch.distributed.nn, if that
+    is imported while there is a group, or work that has long been done.
+    """
+    (tmp_path / "witness.py").write_text(WITNESS)
+    # a real game: what this file imports, torch.distributed.nn as well, would come too early
+    sizes = ["--num-envs", 4, "--num-steps", 8, "--total-timesteps", 64, "--eval-episodes", 0]
+    argv = [ROOT / f"{SCRIPT}.py", *sizes, "--run-dir", "run"]
+    command = torchrun_command("--standalone", "--nproc-per-node", 2, "witness.py", *argv)
+    env = environment(OMP_NUM_THREADS="1")
+    subprocess.run(command, cwd=tmp_path, env=env, check=True, capture_output=True)
+    threads = [(tmp_path / f"threads-{rank}").read_text() for rank in range(2)]
+    assert all("python" in names and "gloo" not in names for names in threads), threads
+
+
 def test_bad_input_is_one_line(torchrun, tmp_path):
     process = torchrun("--num-minibatches", 3)
     stdout, stderr = process.communicate(timeout=PATIENCE)
