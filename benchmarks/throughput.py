@@ -17,7 +17,8 @@ first updates are left out. The bound is what one process would reach if it did 
 infer and learn, one after the other, at the rates that were measured in the same run:
 1 / (1 / environments + 1 / inference + epochs / training). For appo_async.py, which uses all cores,
 each rate is that of as many processes as cores doing this work at once (benchmarks/appo_parts.py).
-Medians go to results/speed.csv, those of --scaling to results/scaling.csv.
+Medians go to results/speed.csv, those of --scaling to results/scaling.csv. Each row takes the place
+of the one of the same name: on another machine, name another file with --out.
 
 Sample Factory runs in two ways: with appo_async.py's network and settings ("sample_factory"), and
 with those that its examples choose ("sample_factory_own"); benchmarks/peers says what these are.
@@ -570,6 +571,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3, help="times that both run, in turn")
     parser.add_argument("--only", default="", help="only cases with this in 'WHAT, TASK, NUMBER'")
+    parser.add_argument("--out", type=Path, help="a CSV file for the medians (a new one, or older)")
     parser.add_argument("--quick", action="store_true", help="one short round, nothing written")
     parser.add_argument("--sizes", action="store_true", help="the cases that vary num_envs")
     parser.add_argument("--scaling", action="store_true", help="environments by kind and number")
@@ -593,7 +595,7 @@ def main() -> None:
 
     origin = {"commit": git("rev-parse", "--short", "HEAD").strip(), "machine": machine()}
     if args.scaling:
-        path, key = ROOT / "results" / "scaling.csv", ("num_envs", "kind", "threads")
+        path, key = args.out or ROOT / "results" / "scaling.csv", ("num_envs", "kind", "threads")
         rows = {tuple(row[k] for k in key): row for row in read_csv(path)}
         found = False
         for row in scaling_rows(0.1 if args.quick else 1.0, args.only):
@@ -604,7 +606,7 @@ def main() -> None:
         if not found:
             parser.error(f"--only: no kind of environment has {args.only!r}")
         return
-    path = ROOT / "results" / "speed.csv"
+    path = args.out or ROOT / "results" / "speed.csv"
     key = ("what", "task", "num_envs", "peer")
     order = [(case.name, case.task, str(case.num_envs), case.peer) for case in cases()]
     special = [name for name in ("sizes", "appo", *ALONE, "appo_sizes") if getattr(args, name)]

@@ -157,6 +157,24 @@ def test_quick_writes_nothing(monkeypatch):
     assert compared
 
 
+def test_medians_go_where_they_are_told(monkeypatch, tmp_path):
+    """A file for each machine, in which a row takes the place of the one of its name alone."""
+    speeds = iter((100, 101, 102, 103))
+
+    def compare(group, rounds, seconds):
+        for case in group:
+            row = {"what": case.name, "task": case.task, "num_envs": case.num_envs}
+            yield row | {"peer": case.peer, "ours": next(speeds)}
+
+    monkeypatch.setattr(throughput, "compare", compare)
+    path = tmp_path / "laptop.csv"
+    for only in ("CartPole", "--compile, CartPole"):
+        monkeypatch.setattr(sys, "argv", ["throughput.py", "--out", str(path), "--only", only])
+        throughput.main()
+    rows = {row["what"]: row["ours"] for row in record.read_csv(path)}
+    assert rows == {"ppo.py": "100", "ppo.py --compile": "103", "ppo_shared.py": "102"}
+
+
 def test_random_games_count_by_environment():
     """Short ones end more often, and count no more than long ones."""
     scores = random_policy.play(load_script("ppo"), "Uneven-v0", games=2, num_envs=2)
