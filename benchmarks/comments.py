@@ -7,7 +7,6 @@ slowest and fastest round. Takes a minute on a machine that has nothing else to 
 """
 
 import argparse
-import functools
 import importlib
 import statistics
 import sys
@@ -53,13 +52,12 @@ def pixels(*shape: int) -> torch.Tensor:
     return torch.randint(0, 256, shape, dtype=torch.uint8)
 
 
-def learning(agent: nn.Module, *inputs, inds=slice(None)):
+def learning(agent: nn.Module, *inputs):
     """A step of the gradient, without PPO's loss, which is small beside the network."""
     optimizer = torch.optim.Adam(agent.parameters(), lr=1e-9, eps=1e-5, fused=True)
 
     def step():
-        minibatch = (data[inds] for data in inputs)
-        _, logprob, entropy, value, *_ = agent.get_action_and_value(*minibatch)
+        _, logprob, entropy, value, *_ = agent.get_action_and_value(*inputs)
         optimizer.zero_grad()
         (logprob.mean() + entropy.mean() + value.mean()).backward()
         optimizer.step()
@@ -76,19 +74,6 @@ def channels_last():
     other.network.to(memory_format=torch.contiguous_format)
     other.get_features = lambda x: other.network(x / 255.0)
     return learning(agent, obs, actions), learning(other, obs, actions)
-
-
-def pixels_in_order(precision: str):
-    agent = made("ppo_atari", precision=precision)
-    obs, actions = pixels(1024, 4, 84, 84), torch.randint(0, 4, (1024,))
-    last, inds = obs.contiguous(memory_format=torch.channels_last), torch.randperm(1024)[:256]
-    return [learning(agent, stored, actions, inds=inds) for stored in (last, obs)]
-
-
-for name in ("fp32", "bf16"):
-    what = f"256 of 1,024 observations, {name}"
-    faster = claim("ppo_atari", "an update is 1.03 to 1.1 times as fast", what, threads=2)
-    faster(functools.partial(pixels_in_order, name))
 
 
 @claim(

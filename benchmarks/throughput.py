@@ -288,8 +288,6 @@ def measure_parts(case: Case, seconds: float) -> dict:
     minibatch = args.num_envs * args.num_steps // args.num_minibatches
     few = torch.as_tensor(obs[slices[0]])
     many = torch.as_tensor(obs).repeat_interleave(-(-minibatch // len(obs)), 0)[:minibatch]
-    if many.ndim == 4:  # images, which a rollout holds as the network takes them
-        many = many.contiguous(memory_format=torch.channels_last)
     actions = torch.as_tensor(envs.action_space.sample()[:1]).expand(
         minibatch, *chosen[0].shape[1:]
     )

@@ -1166,27 +1166,6 @@ def test_threads_spin_shortly_beside_processes(name):
     assert spins("--vector-mode", "async", GOMP_SPINCOUNT="7") == "7"  # the user's own
 
 
-IMAGES = [name for name in SCRIPTS if "# [atari 9]" in source_of(name)]
-IMAGES.remove("ppo_lstm")  # one frame: both orders are the same
-IMAGES.remove("appo_async")  # its one epoch takes each sample once
-
-
-@pytest.mark.parametrize("name", IMAGES)
-def test_minibatches_have_channels_last(name, tmp_path, monkeypatch):
-    """As they come out of the rollout: the network has no pixels to reorder in any epoch."""
-    script, orders = load_script(name), []
-    get_features = script.Agent.get_features
-
-    def watched(agent, x):
-        if len(x) == 8 and torch.is_grad_enabled():
-            orders.append(x.is_contiguous(memory_format=torch.channels_last))
-        return get_features(agent, x)
-
-    monkeypatch.setattr(script.Agent, "get_features", watched)
-    train(script, str(tmp_path / "run"))
-    assert len(orders) == 2 * 4 * 2 and all(orders)
-
-
 # === Learning
 
 
