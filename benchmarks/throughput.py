@@ -591,6 +591,9 @@ def main() -> None:
     args = parser.parse_args()
     if args.rounds < 1:
         parser.error("--rounds: at least 1")
+    if args.out and (args.quick or not args.out.parent.is_dir()):
+        missing = f"there is no directory {args.out.parent}"
+        parser.error(f"--out: {'--quick writes nothing' if args.quick else missing}")
     from record import code_hash, git, machine, read_csv, write_csv
 
     origin = {"commit": git("rev-parse", "--short", "HEAD").strip(), "machine": machine()}
@@ -609,6 +612,8 @@ def main() -> None:
     path = args.out or ROOT / "results" / "speed.csv"
     key = ("what", "task", "num_envs", "peer")
     order = [(case.name, case.task, str(case.num_envs), case.peer) for case in cases()]
+    if any(tuple(old.get(k) for k in key) not in order for old in read_csv(path)):
+        parser.error(f"--out: {path} holds other rows than those of this program")
     special = [name for name in ("sizes", "appo", *ALONE, "appo_sizes") if getattr(args, name)]
     wanted = set(special) or ({"quick"} if args.quick else {"quick", "main"})
     groups: dict[tuple, list[Case]] = {}

@@ -45,6 +45,9 @@ def test_a_run_is_timed():
         (["--scaling", "--only", "no kind"], "--only: no kind of environment has 'no kind'"),
         (["--sampler", "--only", "HalfCheetah"], "--only: no case of sampler has 'HalfCheetah'"),
         (["--rounds", "0"], "--rounds: at least 1"),
+        (["--out", "nowhere/speed.csv"], "--out: there is no directory nowhere"),
+        (["--out", str(ROOT / "results/gpu.csv")], "gpu.csv holds other rows than those of"),
+        (["--quick", "--out", "speed.csv"], "--out: --quick writes nothing"),
     ],
 )
 def test_what_would_time_nothing_is_refused(flags, message, monkeypatch, capsys):
