@@ -35,6 +35,11 @@ SETTINGS = {
     ),
 }
 
+# the commit that details.toml's places are of
+BASELINES = (
+    "https://github.com/openai/baselines/blob/ea25b9e8b234e6ee1bca43083f8f3cf974143998/baselines"
+)
+
 
 def table(head: list[str], rows: list[list[str]]) -> str:
     lines = [head, ["---"] * len(head), *rows]
@@ -155,6 +160,27 @@ def hyperparameters_table() -> str:
     return table(head, rows)
 
 
+def tag_link(text: str, script: str, tag: str) -> str:
+    """A link to the line of a script on which a detail's tag stands first."""
+    lines = source(script).splitlines()
+    number = next(i for i, line in enumerate(lines, 1) if f"# [{tag}]" in line)
+    return f"[{text}]({script}.py#L{number})"
+
+
+def place_links(detail: dict) -> str:
+    """Where the detail comes from: lines of openai/baselines, or papers."""
+
+    def lines(found: re.Match) -> str:
+        path, first, last = found.groups()
+        anchor = f"#L{first}" + (f"-L{last}" if last else "")
+        return f"[{found[0]}]({BASELINES}/{path}{anchor})"
+
+    if detail.get("baselines"):
+        return re.sub(r"([\w/]+\.py):(\d+)(?:-(\d+))?", lines, detail["baselines"])
+    papers = detail.get("source") or "—"
+    return re.sub(r"arXiv (\d+\.\d+)", r"[arXiv \1](https://arxiv.org/abs/\1)", papers)
+
+
 def details_table() -> str:
     details = tomllib.loads((ROOT / "details.toml").read_text())["details"]
     head = [
@@ -166,14 +192,14 @@ def details_table() -> str:
     ]
     rows = []
     for detail in details:
-        files = ", ".join(f"`{name}`" for name in detail["files"])
-        missing = [f"`{name}`" for name in SETTINGS if name not in detail["files"]]
+        tag, names = detail["id"], detail["files"]
+        files = ", ".join(tag_link(f"`{name}`", name, tag) for name in names)
+        missing = [f"`{name}`" for name in SETTINGS if name not in names]
         if len(missing) < 2:
             files = " but ".join(["all", *missing])
-        place = detail.get("baselines") or detail.get("source") or "—"
-        mutations = str(len(detail["mutations"]))
+        name = tag_link(f"{tag} {detail['name']}", names[0], tag)
         what = " ".join(detail["what"].split())
-        rows.append([f"{detail['id']} {detail['name']}", what, files, place, mutations])
+        rows.append([name, what, files, place_links(detail), str(len(detail["mutations"]))])
     return table(head, rows)
 
 
@@ -473,9 +499,23 @@ TABLES = {
 }
 
 
+def line_of(script: str, name: str) -> int:
+    """The line on which a function or class of a script begins, or a method as Class.method."""
+    body = ast.parse(source(script)).body
+    for part in name.split("."):
+        node = next(node for node in body if getattr(node, "name", "") == part)
+        body = getattr(node, "body", [])
+    return node.lineno
+
+
 def filled(name: str) -> str:
-    """A page with today's tables between its markers."""
+    """A page with today's tables between its markers, and links that lead to today's lines."""
     text = (ROOT / name).read_text()
+    text = re.sub(
+        r"\[`([\w.]+)`\]\(\.\./(\w+)\.py#L\d+\)",
+        lambda link: f"[`{link[1]}`](../{link[2]}.py#L{line_of(link[2], link[1])})",
+        text,
+    )
     for title, make in TABLES[name].items():
         start, end = f"<!-- table: {title} -->\n", "<!-- end -->"
         if text.count(start) != 1:

@@ -26,9 +26,17 @@ def definitions(source: str) -> set[str]:
 
 
 def test_functions_of_appo_async_exist():
-    links = re.findall(r"\[`([\w.]+)`\]\(\.\./appo_async\.py\)", ASYNC)
+    links = re.findall(r"\[`([\w.]+)`\]\(\.\./appo_async\.py(?:#L\d+)?\)", ASYNC)
     names = set(links) - {"appo_async.py"}
     assert len(names) >= 8 and names <= definitions(SOURCE)
+
+
+def test_functions_are_linked_to_their_lines():
+    links = re.findall(r"\[`([\w.]+)`\]\(\.\./appo_async\.py#L(\d+)\)", ASYNC)
+    assert len(links) >= 8
+    for name, line in links:
+        begins = SOURCE.splitlines()[int(line) - 1]
+        assert re.match(rf" *(def|class) {name.split('.')[-1]}\b", begins), (name, begins)
 
 
 def test_tags_of_appo_async_exist():

@@ -26,6 +26,22 @@ def test_tables_are_current():
         assert readme.filled(name) == (ROOT / name).read_text(), "run: python scripts/readme.py"
 
 
+def test_details_are_linked_to_their_lines():
+    """Each name, and each file that stands beside it, leads to the line of the detail's tag."""
+    begin = README.index("<!-- table: details -->")
+    rows = README[begin : README.index("<!-- end -->", begin)].splitlines()[3:]
+    assert len(rows) > 50
+    for row in rows:
+        tag = re.match(r"\| \[(\w+ \d+) ", row)[1]
+        links = re.findall(r"\((\w+)\.py#L(\d+)\)", row)
+        assert links
+        for name, line in links:
+            assert f"# [{tag}]" in source_of(name).splitlines()[int(line) - 1], (name, line)
+        for place in re.findall(r"\[(\S+\.py:[\d-]+)\]", row):
+            path, lines = place.split(":")
+            assert f"/baselines/{path}#L{lines.replace('-', '-L')})" in row, place
+
+
 def test_a_result_of_older_code_is_marked():
     today = code_hash(source_of("ppo"))
     assert "older code" not in readme.stale({"script": "ppo", "blocks": f"another {today}"})
