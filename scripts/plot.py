@@ -83,7 +83,7 @@ def breakout() -> None:
 
 
 def breakout_whole() -> None:
-    """All runs of the whole schedule, and beside them where those of others have ended."""
+    """The runs of the whole schedule, or far into it, and where those of others have ended."""
     wide = {"width_ratios": [3, 1], "wspace": 0.05}
     figure, (axes, beside) = plt.subplots(
         1, 2, figsize=(8, 3.2), dpi=150, sharey=True, gridspec_kw=wide
@@ -91,9 +91,10 @@ def breakout_whole() -> None:
     for script, env_id in (
         ("envpool_ppo", "Breakout-v5"),
         ("appo_async", "BreakoutNoFrameskip-v4"),
+        ("ppo_atari", "BreakoutNoFrameskip-v4"),
     ):
         for run, (steps, means) in curves(script, env_id, 100_000, 10**7):
-            if int(run["steps"]) > 5 * 10**6:
+            if int(run["steps"]) > 5 * 10**6 or run["run"].endswith("__long"):
                 label = f"{script}.py, bf16, seed {run['seed']}"
                 # the last window is not whole
                 axes.plot(np.array(steps[:-1]) / 1e6, means[:-1], label=label)

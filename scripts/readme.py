@@ -87,8 +87,9 @@ def result(script: str) -> str:
     found: dict[str, list[dict]] = {}
     for (name, env_id, flags), runs in groups().items():
         if (name, env_id) == (script, SETTINGS[script][1]):
-            # a run that differs only in where, and beside what, it ran counts as one more
-            flags = ", ".join(flag for flag in flags.split(", ") if flag not in ("alone", "xeon"))
+            # a run that differs only in where, beside what and how far it ran counts as one more
+            same = ("alone", "xeon", "long")
+            flags = ", ".join(flag for flag in flags.split(", ") if flag not in same)
             found.setdefault(flags, []).extend(runs)
     if not found:
         return "not measured yet"
@@ -354,7 +355,7 @@ def spread(values: list[float]) -> str:
 
 
 # what a run's name may have behind its seed without being an experiment, and the sweep's own
-PLAIN, SWEPT = {"", "bf16", "gru", "bootstrap"}, "bf16, gru, batch1024, lambda1"
+PLAIN, SWEPT = {"", "bf16", "gru", "bootstrap", "long"}, "bf16, gru, batch1024, lambda1"
 
 
 def is_plain(flags: str) -> bool:
@@ -482,6 +483,34 @@ def minutes_table() -> str:
     return table(head, rows)
 
 
+def millions_table() -> str:
+    """Breakout, million by million: the mean of the games in the 100k steps before each."""
+    million = 10**6
+    head = ["file", "seed", *(f"{n}M" for n in range(1, 11)), "last 100 games", "evaluation"]
+    rows = []
+    for (script, env_id, flags), runs in groups().items():
+        for run in runs if env_id.startswith("Breakout") and is_plain(flags) else ():
+            if int(run["steps"]) < 2 * million:
+                continue
+            cells = []
+            for end in range(million, 11 * million, million):
+                games = [
+                    (float(row["return"]), int(row["games"]))
+                    for row in read_csv(ROOT / "results" / "curves" / f"{run['run']}.csv")
+                    if end - 100_000 < int(row["step"]) <= end
+                ]
+                count = sum(number for _, number in games)
+                mean = sum(score * number for score, number in games) / max(1, count)
+                # the schedule ends with the last whole batch
+                over = int(run["steps"]) < end - 2_000
+                cells.append("" if over else f"{mean:.0f}")
+            played = run["eval_mean"] and f"{float(run['eval_mean']):.0f}"
+            played = played and f"{played} ± {float(run['eval_std']):.0f}"
+            last = f"**{float(run['return_last100']):.0f}**{stale(run)}"
+            rows.append([f"`{script}.py`, {flags}", run["seed"], *cells, last, played])
+    return table(head, rows)
+
+
 RUNS = read_csv(ROOT / "results" / "runs.csv")
 TABLES = {
     "README.md": {
@@ -492,7 +521,7 @@ TABLES = {
         "aggregate": aggregate_table,
         "speed": speed_table,
     },
-    "docs/results.md": {"minutes": minutes_table},
+    "docs/results.md": {"millions": millions_table, "minutes": minutes_table},
     "docs/speed.md": {"sizes": sizes_table},
     "results/README.md": {"experiments": experiments_table, "runs": runs_table},
     "docs/async.md": {"sampler": sampler_table, "native": native_table, "many": many_table},
