@@ -95,7 +95,8 @@ def breakout_whole() -> None:
     ):
         for run, (steps, means) in curves(script, env_id, 100_000, 10**7):
             if int(run["steps"]) > 5 * 10**6 or run["run"].endswith("__long"):
-                label = f"{script}.py, bf16, seed {run['seed']}"
+                stopped = ", stopped" * (run["finished"] == "False")
+                label = f"{script}.py, bf16, seed {run['seed']}{stopped}"
                 # the last window is not whole
                 axes.plot(np.array(steps[:-1]) / 1e6, means[:-1], label=label)
     axes.set(xlabel="agent steps, in millions", ylabel="score of training games")
