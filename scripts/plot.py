@@ -7,28 +7,9 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
-from record import ROOT, read_csv
+from record import ROOT, points, read_csv
 
 RESULTS = ROOT / "results"
-
-
-def points(rows: list[dict], window: int, last_step: int) -> tuple[list[float], list[float]]:
-    """Mean score of the games in each window of steps, against the middle of the window."""
-    windows: dict[int, list] = {}
-    for row in rows:
-        if int(row["step"]) > last_step:
-            continue
-        games = int(row.get("games", 1))
-        windows.setdefault((int(row["step"]) - 1) // window, []).append(
-            (float(row["return"]), games)
-        )
-    steps = [(index + 0.5) * window for index in sorted(windows)]
-    means = [
-        sum(score * games for score, games in windows[index])
-        / sum(games for _, games in windows[index])
-        for index in sorted(windows)
-    ]
-    return steps, means
 
 
 def thousands(x: float, _) -> str:

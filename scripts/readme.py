@@ -14,7 +14,7 @@ import tomllib
 
 import numpy as np
 from diff import COMPARED, FAMILY, diff_size
-from record import ROOT, code_hash, read_csv
+from record import ROOT, code_hash, points, read_csv
 from scipy import stats
 
 SETTINGS = {
@@ -485,30 +485,23 @@ def minutes_table() -> str:
 
 def millions_table() -> str:
     """Breakout, million by million: the mean of the games in the 100k steps before each."""
-    million = 10**6
-    head = ["file", "seed", *(f"{n}M" for n in range(1, 11)), "last 100 games", "evaluation"]
+    millions = range(10**6, 11 * 10**6, 10**6)
+    head = ["file", "seed", *(f"{end // 10**6}M" for end in millions), "last 100 games"]
     rows = []
     for (script, env_id, flags), runs in groups().items():
         for run in runs if env_id.startswith("Breakout") and is_plain(flags) else ():
-            if int(run["steps"]) < 2 * million:
+            if int(run["steps"]) < 2 * 10**6:
                 continue
-            cells = []
-            for end in range(million, 11 * million, million):
-                games = [
-                    (float(row["return"]), int(row["games"]))
-                    for row in read_csv(ROOT / "results" / "curves" / f"{run['run']}.csv")
-                    if end - 100_000 < int(row["step"]) <= end
-                ]
-                count = sum(number for _, number in games)
-                mean = sum(score * number for score, number in games) / max(1, count)
-                # the schedule ends with the last whole batch
-                over = int(run["steps"]) < end - 2_000
-                cells.append("" if over else f"{mean:.0f}")
+            curve = read_csv(ROOT / "results" / "curves" / f"{run['run']}.csv")
+            means = dict(zip(*points(curve, 100_000, 10**7), strict=True))
+            # the schedule ends with the last whole batch, a little before
+            reached = [end for end in millions if end < int(run["steps"]) + 2_000]
+            cells = [f"{means[end - 50_000]:.0f}" if end in reached else "" for end in millions]
             played = run["eval_mean"] and f"{float(run['eval_mean']):.0f}"
             played = played and f"{played} ± {float(run['eval_std']):.0f}"
             last = f"**{float(run['return_last100']):.0f}**{stale(run)}"
             rows.append([f"`{script}.py`, {flags}", run["seed"], *cells, last, played])
-    return table(head, rows)
+    return table([*head, "evaluation"], rows)
 
 
 RUNS = read_csv(ROOT / "results" / "runs.csv")

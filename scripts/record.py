@@ -180,6 +180,25 @@ def curve(events, rows: int = 500) -> list[dict]:
     ]
 
 
+def points(rows: list[dict], window: int, last_step: int) -> tuple[list[float], list[float]]:
+    """Mean score of the games in each window of steps, against the middle of the window."""
+    windows: dict[int, list] = {}
+    for row in rows:
+        if int(row["step"]) > last_step:
+            continue
+        games = int(row.get("games", 1))
+        windows.setdefault((int(row["step"]) - 1) // window, []).append(
+            (float(row["return"]), games)
+        )
+    steps = [(index + 0.5) * window for index in sorted(windows)]
+    means = [
+        sum(score * games for score, games in windows[index])
+        / sum(games for _, games in windows[index])
+        for index in sorted(windows)
+    ]
+    return steps, means
+
+
 def write_csv(path: Path, rows: list[dict], columns: list[str]) -> None:
     """Write a table beside the old one, then rename: a kill leaves one of the two, whole."""
     beside = path.with_suffix(".tmp")

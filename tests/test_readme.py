@@ -31,6 +31,7 @@ def test_details_are_linked_to_their_lines():
     begin = README.index("<!-- table: details -->")
     rows = README[begin : README.index("<!-- end -->", begin)].splitlines()[3:]
     assert len(rows) > 50
+    assert sum("/openai/baselines/blob/" in row for row in rows) > 35
     for row in rows:
         tag = re.match(r"\| \[(\w+ \d+) ", row)[1]
         links = re.findall(r"\((\w+)\.py#L(\d+)\)", row)
@@ -40,6 +41,41 @@ def test_details_are_linked_to_their_lines():
         for place in re.findall(r"\[(\S+\.py:[\d-]+)\]", row):
             path, lines = place.split(":")
             assert f"/baselines/{path}#L{lines.replace('-', '-L')})" in row, place
+
+
+def test_a_million_is_the_mean_of_the_games_before_it(monkeypatch):
+    """Of runs that went far, without experiments; nothing where a run has not come."""
+    names = ("1__long", "2", "3__lr1e-3")
+    kept = {"env_id": "Breakout-v5", "script": "envpool_ppo", "seed": "1", "blocks": ""}
+    kept |= {"steps": "2950000", "return_last100": "144", "eval_mean": "", "eval_std": ""}
+    runs = [kept | {"run": f"Breakout-v5__envpool_ppo__{name}"} for name in names]
+    runs[1] |= {"steps": "500000"}
+    games = [(900_000, 50, 9), (950_000, 1, 1), (1_000_000, 4, 2), (1_100_000, 50, 9)]
+    games += [(2_000_000, 7, 1), (2_950_000, 90, 9)]
+    curve = [
+        {"step": str(step), "return": str(score), "games": str(number)}
+        for step, score, number in games
+    ]
+    monkeypatch.setattr(readme, "RUNS", runs)
+    monkeypatch.setattr(readme, "read_csv", lambda path: curve)
+    (row,) = readme.millions_table().splitlines()[2:]
+    cells = [cell.strip() for cell in row.split("|")[1:-1]]
+    assert cells[:5] == ["`envpool_ppo.py`, long", "1", "3", "7", ""]
+    assert cells[5:] == [""] * 7 + ["**144** (older code)", ""]
+
+
+def test_a_run_was_repeated():
+    """The second run's games are those that the first has in its curve."""
+    with open(ROOT / "results" / "repeated.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    path = ROOT / "results" / "curves" / "BreakoutNoFrameskip-v4__ppo_atari__1__bf16__xeon.csv"
+    with open(path, newline="") as file:
+        curve = list(csv.DictReader(file))
+    assert len(rows) == len(curve) == 482
+    for row, window in zip(rows, curve, strict=True):
+        assert (row["step"], row["games"]) == (window["step"], window["games"])
+        assert float(row["return"]) == float(window["return"])
+        assert (row["games_again"], row["return_again"]) == (row["games"], row["return"])
 
 
 def test_a_result_of_older_code_is_marked():
