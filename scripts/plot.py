@@ -82,7 +82,7 @@ def breakout_whole() -> None:
                 axes.plot(np.array(steps[:-1]) / 1e6, means[:-1], label=label)
     axes.set(xlabel="agent steps, in millions", ylabel="score of training games")
     axes.set_xlim(0, 10)
-    axes.legend(frameon=False, fontsize=8, loc="upper left")
+    axes.legend(frameon=False, fontsize=8, loc="lower right")
     ends = [
         row
         for row in read_csv(RESULTS / "published.csv")
