@@ -18,7 +18,7 @@ The algorithm is in Schulman et al. 2017, arXiv 1707.06347. Tags in brackets num
 Implementation Details of PPO" (Huang et al. 2022), "beyond" what goes past them, a flag each:
 iclr-blog-track.github.io/2022/03/25/ppo-implementation-details. Where a comment says "baselines",
 it means openai/baselines at ea25b9e.
-Expected, Breakout, last 100 games: 15.8, 16.0 after 500k of 10M steps (fp32), 412 at 9.9M (bf16).
+Expected, Breakout, last 100 games: 15.8, 16.0 after 500k of 10M steps (fp32), 408 at 10M (bf16).
 
     python ppo_atari.py --env-id BreakoutNoFrameskip-v4 --seed 1
     python ppo_atari.py --resume runs/RUN                      # go on after Ctrl-C or a kill
