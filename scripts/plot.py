@@ -77,12 +77,13 @@ def breakout_whole() -> None:
         for run, (steps, means) in curves(script, env_id, 100_000, 10**7):
             if int(run["steps"]) > 5 * 10**6 or run["run"].endswith("__long"):
                 stopped = ", stopped" * (run["finished"] == "False")
-                label = f"{script}.py, bf16, seed {run['seed']}{stopped}"
+                older = ", older code" * run["run"].endswith("__older")
+                label = f"{script}.py, bf16, seed {run['seed']}{stopped}{older}"
                 # the last window is not whole
                 axes.plot(np.array(steps[:-1]) / 1e6, means[:-1], label=label)
     axes.set(xlabel="agent steps, in millions", ylabel="score of training games")
     axes.set_xlim(0, 10)
-    axes.legend(frameon=False, fontsize=8, loc="lower right")
+    axes.legend(frameon=False, fontsize=7, labelspacing=0.25, loc="lower right")
     ends = [
         row
         for row in read_csv(RESULTS / "published.csv")
