@@ -113,30 +113,31 @@ def asynchronous() -> None:
     """appo_async.py beside ppo_atari.py: the same game against minutes and against steps."""
     runs = {row["run"]: row for row in read_csv(RESULTS / "runs.csv")}
     names = {  # and whether that was on the EPYC
-        "appo_async__1__bf16__alone": False,
-        "appo_async__2__bf16__alone": False,
-        "ppo_atari__1__bf16__xeon": False,
+        "appo_async__1__bf16": False,
+        "appo_async__2__bf16": True,
+        "ppo_atari__1__bf16__long": False,
         "ppo_atari__1__bf16__alone": True,
-        "appo_async__1__bf16__lr2.5e-4__xeon": False,
-        "appo_async__1__bf16__lr2.5e-4": True,
+        "appo_async__1__bf16__lr2.5e-4__again": False,
     }
     figure, panels = plt.subplots(1, 2, figsize=(9, 3.2), dpi=150, sharey=True)
     for name, epyc in names.items():
         run = runs[f"BreakoutNoFrameskip-v4__{name}"]
         rows = read_csv(RESULTS / "curves" / f"{run['run']}.csv")
+        rows = [row for row in rows if int(row["step"]) <= 2_100_000]
         slow = " --learning-rate 2.5e-4" * ("lr" in name)
         label = f"{run['script']}.py{slow}, {float(run['sps']):,.0f} steps/s"
         color = "C2" if slow else "C0" if run["script"] == "appo_async" else "C1"
         style = {"color": color, "linestyle": "--" if epyc else "-"}
         for (column, width, unit), axes in zip(
-            (("seconds", 60, 60), ("step", 50_000, 1e6)), panels, strict=True
+            (("seconds", 120, 60), ("step", 50_000, 1e6)), panels, strict=True
         ):
             x = [int(float(row[column]) // width) for row in rows]
             games = [int(row["games"]) for row in rows]
             sums = [float(row["return"]) * n for row, n in zip(rows, games, strict=True)]
-            # the last window is not whole
-            means = (np.bincount(x, sums) / np.bincount(x, games))[:-1]
-            axes.plot((np.arange(len(means)) + 0.5) * width / unit, means, label=label, **style)
+            played = np.bincount(x, games)
+            whole = np.flatnonzero(played)[:-1]  # the last window is not
+            means = np.bincount(x, sums)[whole] / played[whole]
+            axes.plot((whole + 0.5) * width / unit, means, label=label, **style)
     for axes, label in zip(
         panels, ("minutes of training", "agent steps, in millions"), strict=True
     ):
@@ -144,11 +145,11 @@ def asynchronous() -> None:
         axes.set(xlim=0, ylim=0)
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(axis="y", color="0.92")
-    panels[0].set_xticks(range(0, 21, 5))
+    panels[0].set(xticks=range(0, 41, 10), xlim=(0, 40))
     panels[1].set_xticks([0, 0.5, 1, 1.5, 2])
     panels[0].set_ylabel("score of training games")
     panels[1].legend(frameon=False, fontsize=6.5, loc="upper left")
-    title = "BreakoutNoFrameskip-v4, bf16, twenty minutes each; dashed: another machine"
+    title = "BreakoutNoFrameskip-v4, bf16; dashed: another machine, in a better hour"
     figure.suptitle(title, fontsize=10)
     figure.tight_layout(w_pad=2)
     figure.savefig(RESULTS / "async.png")
