@@ -912,6 +912,13 @@ def log(args: Args, run: dict, writer: SummaryWriter, metrics: dict, last: bool)
         show(start + line[:width] + end)
 
 
+def shield(on: bool) -> None:
+    """Keep signals from programs that start meanwhile: ffmpeg, which films, can hang on Ctrl-C."""
+    if hasattr(signal, "pthread_sigmask"):  # Windows has none
+        how = signal.SIG_BLOCK if on else signal.SIG_UNBLOCK
+        signal.pthread_sigmask(how, {signal.SIGINT, signal.SIGTERM})
+
+
 def evaluate(args: Args, run: dict) -> list[float]:
     """Play one whole game in each of --eval-episodes environments; returns the raw scores.
 
@@ -931,13 +938,15 @@ def evaluate(args: Args, run: dict) -> list[float]:
             while len(scores) < args.eval_episodes and not STOP:
                 inputs = torch.as_tensor(obs, device=device), state, done.to(device)
                 action, _, _, _, state = agent.get_action_and_value(*inputs)
+                shield(True)
                 obs, _, terminated, truncated, infos = envs.step(action.cpu().numpy())
+                shield(False)
                 done = torch.as_tensor(terminated | truncated).float()
                 for i, episodic_return, _ in finished_episodes(infos):
                     scores.setdefault(i, episodic_return)
             envs.close()
         except OSError:
-            if not STOP:  # Ctrl-C ends ffmpeg too, in the middle of a film
+            if not STOP:  # on Windows Ctrl-C ends ffmpeg, in the middle of a film
                 raise
     if len(scores) < args.eval_episodes:  # a signal: what has ended so far are the short games
         print("no score: not all games have ended")
