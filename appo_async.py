@@ -1285,6 +1285,8 @@ def evaluate(args: Args, run: dict) -> list[float]:
         except OSError:
             if not STOP:  # on Windows Ctrl-C ends ffmpeg, in the middle of a film
                 raise
+        finally:
+            shield(False)  # also if the environment has failed
     if len(scores) < args.eval_episodes:  # a signal: what has ended so far are the short games
         print("no score: not all games have ended")
         return []
