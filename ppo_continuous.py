@@ -103,8 +103,8 @@ warnings.filterwarnings("ignore", "(?s).*The environment .*-v4 is out of date")
 mujoco.set_mju_user_warning(warnings.warn)
 warnings.filterwarnings("ignore", "(?s).*settotalmass")  # in HalfCheetah's own XML
 np.seterr(invalid="ignore")  # an infinite reward ends the run in one line, at the gradient
-if sys.platform == "linux" and not os.environ.get("DISPLAY"):
-    os.environ.setdefault("MUJOCO_GL", "egl")  # videos on a machine without a screen
+if __name__ == "__main__" and sys.platform == "linux" and not os.environ.get("DISPLAY"):
+    os.environ.setdefault("MUJOCO_GL", "egl")  # videos without a screen: Debian's libegl1
 
 
 class RunningMeanStd:

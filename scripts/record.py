@@ -44,9 +44,10 @@ import numpy as np
 
 ROOT = Path(__file__).resolve().parent.parent
 BLOCKS = ("Environment", "Agent", "Advantages", "Training")
-# what refuses an environment, cleans up after a fault, or chooses a device (all rows are from
-# CPUs): no number depends on it
+# what refuses an environment, cleans up after a fault, chooses a device (all rows are from CPUs),
+# or draws films: no number depends on it
 ASIDE = ("wrong_space", "end_orphan", "end_group", "Team.look_after", "Team.close", "AUTO_DEVICES")
+ASIDE += ("os.environ.setdefault('MUJOCO_GL', 'egl')",)
 PACKAGES = ("torch", "gymnasium", "numpy", "ale-py", "mujoco", "vizdoom")
 COLUMNS = [
     *("run", "script", "env_id", "seed", "steps", "total_timesteps", "return_last100"),
@@ -79,6 +80,7 @@ def deciding(source: str) -> dict[str, str]:
     lines, body = source.splitlines(), ast.parse(source).body
     parts = {node.name: node for node in body if isinstance(node, ast.FunctionDef)}
     parts |= {ast.unparse(node.targets[0]): node for node in body if isinstance(node, ast.Assign)}
+    parts |= {ast.unparse(node.body): node for node in body if isinstance(node, ast.If)}
     for thing in (node for node in body if isinstance(node, ast.ClassDef)):
         methods = (node for node in thing.body if isinstance(node, ast.FunctionDef))
         parts |= {f"{thing.name}.{node.name}": node for node in methods}

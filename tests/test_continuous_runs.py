@@ -19,6 +19,7 @@ FLAGS = [f"--{name.replace('_', '-')}={value}" for name, value in SIZES.items()]
 @pytest.fixture(autouse=True)
 def in_tmp_path(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("MUJOCO_GL", raising=False)
 
 
 def ppo_continuous(*argv: object) -> str:
@@ -102,8 +103,9 @@ def test_video_without_a_screen():
 
 @pytest.mark.skipif(not ctypes.util.find_library("EGL"), reason="libEGL is not installed")
 @pytest.mark.parametrize("env_id", ["HalfCheetah-v4", "HalfCheetah-v5", "Walker2d-v4"])
-def test_camera_follows(env_id):
+def test_camera_follows(env_id, monkeypatch):
     """Who has run 30 meters is in the picture as at the start."""
+    monkeypatch.setenv("MUJOCO_GL", "egl")  # as `python ppo_continuous.py` does
     script = load_script("ppo_continuous")
     envs, _ = script.make_envs(script.Args(env_id=env_id, capture_video=True), 1, 0, frozen={})
     env = envs.unwrapped.envs[0].unwrapped

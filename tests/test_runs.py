@@ -813,7 +813,8 @@ no_egl = pytest.mark.skipif(not find_library("EGL"), reason="MuJoCo cannot draw 
         ("appo_async", "VizdoomTakeCover-v1"),
     ],
 )
-def test_video(name, env_id):
+def test_video(name, env_id, monkeypatch):
+    monkeypatch.setenv("MUJOCO_GL", "egl")  # as `python ppo_continuous.py` does
     script = load_script(name)
     run = train(script, "run", env_id=env_id)
     args = script.parse(["--evaluate", "run", "--capture-video", "--eval-episodes", "2"])
@@ -1047,6 +1048,16 @@ def test_script_alone_in_an_empty_folder(name):
     process = run_script(f"{name}.py", *flags.split(), **alone)
     assert (process.returncode, process.stderr) == (0, "")
     assert json.loads(Path("run", "result.json").read_text())["steps"] == 256
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_an_import_leaves_the_environment_alone(name, monkeypatch):
+    """With MUJOCO_GL set, what is started next could not import mujoco where there is no libEGL."""
+    load_script(name)  # so that what it imports has set what it sets
+    monkeypatch.delenv("MUJOCO_GL", raising=False)
+    before = dict(os.environ)
+    load_script(name)
+    assert dict(os.environ) == before
 
 
 def test_help_shows_every_argument(script, capsys):
