@@ -39,6 +39,7 @@ import threading
 import time
 import warnings
 import zipfile
+from ctypes.util import find_library
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -103,8 +104,8 @@ warnings.filterwarnings("ignore", "(?s).*The environment .*-v4 is out of date")
 mujoco.set_mju_user_warning(warnings.warn)
 warnings.filterwarnings("ignore", "(?s).*settotalmass")  # in HalfCheetah's own XML
 np.seterr(invalid="ignore")  # an infinite reward ends the run in one line, at the gradient
-if __name__ == "__main__" and sys.platform == "linux" and not os.environ.get("DISPLAY"):
-    os.environ.setdefault("MUJOCO_GL", "egl")  # videos without a screen: Debian's libegl1
+if __name__ == "__main__" and not os.environ.get("DISPLAY") and find_library("EGL"):
+    os.environ.setdefault("MUJOCO_GL", "egl")  # videos without a screen, by Debian's libegl1
 
 
 class RunningMeanStd:
