@@ -30,7 +30,7 @@ The algorithm is in Schulman et al. 2017, arXiv 1707.06347. Tags in brackets num
 Implementation Details of PPO" (Huang et al. 2022), "beyond" what goes past them, a flag each:
 iclr-blog-track.github.io/2022/03/25/ppo-implementation-details. Where a comment says "baselines",
 it means openai/baselines at ea25b9e.
-Expected: Breakout, bf16: 46 to 73 over the last 100 games after 2.1M of 10M steps (five runs, 18
+Expected: Breakout, bf16: 46 to 73 over the last 100 games after 2.1M of 10M steps (six runs, 18
 to 34 minutes), 408 and 370 after all of them (2.6 and 1.8 hours).
 VizdoomBasic-v1, with --rnn gru and bf16: 82 and 80 after 200k steps (seed 1 twice, 3 minutes).
 Not reproducible: which trajectories make a batch depends on timing. --serial is.

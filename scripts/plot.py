@@ -112,22 +112,23 @@ def breakout_whole() -> None:
 def asynchronous() -> None:
     """appo_async.py beside ppo_atari.py: the same game against minutes and against steps."""
     runs = {row["run"]: row for row in read_csv(RESULTS / "runs.csv")}
-    names = {  # and whether that was on the EPYC
-        "appo_async__1__bf16": False,
-        "appo_async__2__bf16": True,
-        "ppo_atari__1__bf16__long": False,
-        "ppo_atari__1__bf16__alone": True,
-        "appo_async__1__bf16__lr2.5e-4__again": False,
+    names = {  # on the Xeon in slow hours and in a better one, and on the EPYC
+        "appo_async__1__bf16": "-",
+        "appo_async__2__bf16__again": ":",
+        "appo_async__2__bf16": "--",
+        "ppo_atari__1__bf16__long": "-",
+        "ppo_atari__1__bf16__alone": "--",
+        "appo_async__1__bf16__lr2.5e-4__again": "-",
     }
     figure, panels = plt.subplots(1, 2, figsize=(9, 3.2), dpi=150, sharey=True)
-    for name, epyc in names.items():
+    for name, line in names.items():
         run = runs[f"BreakoutNoFrameskip-v4__{name}"]
         rows = read_csv(RESULTS / "curves" / f"{run['run']}.csv")
         rows = [row for row in rows if int(row["step"]) <= 2_100_000]
         slow = " --learning-rate 2.5e-4" * ("lr" in name)
         label = f"{run['script']}.py{slow}, {float(run['sps']):,.0f} steps/s"
         color = "C2" if slow else "C0" if run["script"] == "appo_async" else "C1"
-        style = {"color": color, "linestyle": "--" if epyc else "-"}
+        style = {"color": color, "linestyle": line}
         for (column, width, unit), axes in zip(
             (("seconds", 120, 60), ("step", 50_000, 1e6)), panels, strict=True
         ):
@@ -149,7 +150,7 @@ def asynchronous() -> None:
     panels[1].set_xticks([0, 0.5, 1, 1.5, 2])
     panels[0].set_ylabel("score of training games")
     panels[1].legend(frameon=False, fontsize=6.5, loc="upper left")
-    title = "BreakoutNoFrameskip-v4, bf16; dashed: another machine, in a better hour"
+    title = "BreakoutNoFrameskip-v4, bf16; dotted: a better hour; dashed: another machine"
     figure.suptitle(title, fontsize=10)
     figure.tight_layout(w_pad=2)
     figure.savefig(RESULTS / "async.png")
