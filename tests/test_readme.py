@@ -317,6 +317,10 @@ def test_the_hash_sees_code_only():
     assert code_hash(source) == code_hash(source.replace("use ppo_continuous.py", "no"))  # refuses
     assert code_hash(source) != code_hash(source.replace("gamma * gae_lambda", "gae_lambda"))
     assert code_hash(source) != code_hash(source.replace("AUTO_DEVICES = (", "AUTO = ("))  # next
+    source = source_of("ppo_continuous")
+    assert source.count('find_library("EGL"):') == 1  # how films are drawn
+    assert code_hash(source) == code_hash(source.replace('find_library("EGL"):', "True:"))
+    assert code_hash(source) != code_hash(source.replace('np.seterr(invalid="ignore")', ""))
     source = source_of("appo_async")
     for old, counts in (("time.monotonic() + 3", False), ("bells[-1].wait(0.5", True)):
         assert source.count(old) == 1  # in Team.close, which ends processes, and in Team.wait
