@@ -104,8 +104,8 @@ warnings.filterwarnings("ignore", "(?s).*The environment .*-v4 is out of date")
 mujoco.set_mju_user_warning(warnings.warn)
 warnings.filterwarnings("ignore", "(?s).*settotalmass")  # in HalfCheetah's own XML
 np.seterr(invalid="ignore")  # an infinite reward ends the run in one line, at the gradient
-if __name__ == "__main__" and not os.environ.get("DISPLAY") and find_library("EGL"):
-    os.environ.setdefault("MUJOCO_GL", "egl")  # videos without a screen, by Debian's libegl1
+if __name__ == "__main__" and not os.getenv("DISPLAY") and find_library("EGL") == "libEGL.so.1":
+    os.environ.setdefault("MUJOCO_GL", "egl")  # videos without a screen; Linux only
 
 
 class RunningMeanStd:

@@ -1,5 +1,6 @@
 """What every test file uses: the scripts as modules, and as processes."""
 
+import contextlib
 import functools
 import os
 import subprocess
@@ -98,6 +99,16 @@ def run_forked(*argv: object, cwd: Path, timeout: float = 120, **environ: str):
     finally:
         process.kill()
     return subprocess.CompletedProcess(argv, process.returncode, stdout, stderr)
+
+
+def with_mounts(setup: str) -> list[str]:
+    """What comes before a command that sees the mounts made by this line of sh, it alone."""
+    for flags in ("-m", "-rm"):
+        command = ["unshare", flags, "sh", "-c", f'{setup} && exec "$@"', "sh"]
+        with contextlib.suppress(OSError):
+            if not subprocess.run([*command, "true"], capture_output=True, check=False).returncode:
+                return command
+    pytest.skip("a mount namespace is not permitted here")
 
 
 @pytest.fixture(params=SCRIPTS)

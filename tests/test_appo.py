@@ -16,7 +16,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, load_script, run_script, source_of
+from conftest import ROOT, load_script, run_script, source_of, with_mounts
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_faults import (
     PATIENCE,
@@ -520,21 +520,15 @@ def test_a_worker_that_cannot_be_started_ends_the_run(start, tmp_path):
 # === Too little shared memory
 
 
-def in_small_memory(size: str, *argv: object) -> list:
-    """The command with a /dev/shm of its own."""
-    mount = f'mount -t tmpfs -o size={size} none /dev/shm && exec "$@"'
-    for flags in ("-m", "-rm"):
-        command = ["unshare", flags, "sh", "-c", mount, "sh"]
-        with contextlib.suppress(OSError):
-            if not subprocess.run([*command, "true"], capture_output=True, check=False).returncode:
-                return command
-    pytest.skip("a mount namespace is not permitted here")
+def in_small_memory(size: str) -> tuple[str, ...]:
+    """What comes before a command with a /dev/shm of its own."""
+    return tuple(with_mounts(f"mount -t tmpfs -o size={size} none /dev/shm"))
 
 
 def test_too_little_shared_memory(start, tmp_path):
     """Docker gives 64 MB."""
     sizes = ["--envs-per-worker", 64, "--num-steps", 16]
-    run = start(*ENDLESS, *sizes, prefix=tuple(in_small_memory("64m")))
+    run = start(*ENDLESS, *sizes, prefix=in_small_memory("64m"))
     assert run.ends() == 2
     (line,) = run.err.splitlines()
     words = r"error: --envs-per-worker: (\d+) MB of shared memory are needed, 67 MB are free: "
@@ -548,7 +542,7 @@ def test_just_enough_shared_memory(start):
     script = load_script("appo_async")
     argv = [*ENDLESS, "--stop-at", 64]
     needed = script.shared_megabytes(script.parse([*map(str, argv)]))
-    run = start(*argv, prefix=tuple(in_small_memory(f"{int(needed * 1e3 / 1.024) + 8}k")))
+    run = start(*argv, prefix=in_small_memory(f"{int(needed * 1e3 / 1.024) + 8}k"))
     assert run.ends() == 0, run.err
 
 
