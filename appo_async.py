@@ -18,8 +18,8 @@ but data (and a rollout worker for a place to put them):
 Differs from ppo_atari.py in:
 - Arguments: the sampler's sizes, V-trace, --rnn, ViZDoom's --reward-scale; shorter rollouts, and
   twice the learning rate, since samples are learned from once and not four times
-- Environment: ViZDoom too; no --bootstrap-truncated; the workers are this file's own, so no
-  --vector-mode either
+- Environment: ViZDoom too; EnvPool, with --native-envs; no --bootstrap-truncated; the workers are
+  this file's own, so no --vector-mode either
 - Agent: --rnn gru puts a recurrent core behind the Nature-CNN
 - Advantages: V-trace, since the policy that acted is older than the one that learns
 - Training: the three kinds of processes
@@ -120,6 +120,7 @@ class Args:
     target_kl: float | None = None  # stop the epochs of an update above this KL (0.01 is usual)
     rnn: Literal["none", "gru"] = "none"  # gru: a memory behind the convolutions
     reward_scale: float = 1.0  # ViZDoom's rewards are multiplied by this
+    native_envs: bool = False  # train on Atari in EnvPool's C++: pip install envpool==1.2.5
     precision: Literal["fp32", "bf16"] = "fp32"  # bf16: the convolutional network in bfloat16
     serial: bool = False  # everything in one process: slow, repeatable, easy to debug
 
@@ -282,6 +283,54 @@ class DoomFrame(gym.ObservationWrapper):
         return np.ascontiguousarray(frame.transpose(2, 0, 1))
 
 
+class EnvPoolVectorEnv(gym.vector.VectorEnv):
+    """Atari games that one C++ thread of EnvPool plays; game i has the seed `seed` + i.
+
+    The details above are options here. envpool_ppo.py says what EnvPool makes of each: its no-ops,
+    say, come after a lost life as well.
+    """
+
+    def __init__(self, env_id: str, num_envs: int, seed: int):
+        import envpool
+
+        options = {"num_envs": num_envs, "seed": seed, "num_threads": 1, "noop_max": 30}
+        options |= {"frame_skip": 4, "episodic_life": True, "use_fire_reset": True}
+        options |= {"gray_scale": True, "img_height": 84, "img_width": 84, "stack_num": 4}
+        options |= {"use_inter_area_resize": True, "reward_clip": True, "full_action_space": False}
+        options |= {"repeat_action_probability": 0.0, "max_episode_steps": 27_000}
+        self.pool = envpool.make_gymnasium(native_id(env_id), **options)
+        self.num_envs = num_envs
+        self.single_observation_space = self.pool.observation_space
+        self.single_action_space = self.pool.action_space
+        self.scores, self.frames = np.zeros(num_envs), np.zeros(num_envs)
+
+    def reset(self, *, seed=None, options=None):
+        return self.pool.reset()
+
+    def step(self, actions):
+        obs, reward, terminated, truncated, info = self.pool.step(actions)
+        self.scores += info["reward"]  # raw, and of whole games
+        self.frames += 4
+        over = info["terminated"].astype(bool) | truncated
+        done = np.flatnonzero(terminated | truncated).astype(np.int32)
+        if len(done):
+            # EnvPool spends the next step of these games on a reset, and ignores its action. It is
+            # taken at once, by them alone, and never seen: SAME_STEP, as below.
+            self.pool.send(np.zeros(len(done), np.int32), done)
+            obs[done], *_, fresh = self.pool.recv()
+            # a game can end in the no-ops after a lost life, unsaid (RoadRunner): lives rise
+            over[done] |= fresh["lives"] > info["lives"][done]
+        episode = {"r": self.scores.copy(), "l": self.frames.copy()}
+        infos = {"final_info": {"_episode": over, "episode": episode}}
+        self.scores[over] = self.frames[over] = 0
+        return obs, reward, terminated, truncated, infos
+
+
+def native_id(env_id: str) -> str:
+    """EnvPool's name of NoFrameskip-v4."""
+    return env_id.replace("NoFrameskip-v4", "-v5")
+
+
 def make_envs(args: Args, num_envs: int, seed: int, frozen: dict | None = None):
     """Make num_envs environments, environment i seeded with seed + i.
 
@@ -314,6 +363,9 @@ def make_envs(args: Args, num_envs: int, seed: int, frozen: dict | None = None):
         # [atari 7] Four frames in one observation: where the ball is, and where it is going
         return gym.wrappers.FrameStackObservation(env, 4, padding_type="zero")
 
+    if args.native_envs and frozen is None:  # an evaluation is by the wrappers, as in the siblings
+        envs = EnvPoolVectorEnv(args.env_id, num_envs, seed)
+        return envs, envs.reset()[0]
     # SAME_STEP: the step that ends an episode already returns the first observation of the next,
     # as in baselines. Gymnasium's default spends one more step on the reset, and the loop below
     # would learn from that step although its action is ignored.
@@ -1063,6 +1115,12 @@ def try_out(args: Args) -> None:
             fail(flag, f"{args.env_id}: {problem}")
         env.reset(seed=args.seed)
         env.close()
+        if args.native_envs and not args.evaluate:
+            flag = "native_envs"
+            import envpool
+
+            if native_id(args.env_id) not in envpool.list_all_envs():
+                fail(flag, f"EnvPool has no {args.env_id}: use a NoFrameskip-v4 id")
         if Path("/dev/shm").exists() and not (args.serial or args.evaluate):
             megabytes, free = shared_megabytes(args), shutil.disk_usage("/dev/shm").free / 1e6
             flag = "envs_per_worker"

@@ -4,7 +4,7 @@
                 at the same time, since two busy cores are slower than two times one; inference
                 with as many observations at once as a policy worker has in a short real run
     simulation  as many processes as workers that do nothing but step environments
-    native      the same with envpool_ppo.py's environments, in one thread of EnvPool each
+    native      the same with --native-envs
     sampler     rollout workers, policy worker and shared memory as they are, with a network that
                 costs nothing and a learner that only gives slots back
 
@@ -23,6 +23,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -65,21 +66,14 @@ def rate(function, seconds: float, barrier=None) -> float:
     return calls / (time.perf_counter() - start)
 
 
-def native_envs(args, num_envs: int, seed: int):
-    """The environments of a split, by EnvPool."""
-    import envpool_ppo
-
-    env_id = args.env_id.replace("NoFrameskip-v4", "-v5")
-    return envpool_ppo.make_envs(envpool_ppo.Args(env_id, num_threads=1), num_envs, seed)
-
-
-def simulation(args, worker: int, seconds: float, barrier, make_envs=appo.make_envs) -> dict:
+def simulation(args, worker: int, seconds: float, barrier) -> dict:
     """A rollout worker's environments, one split after the other, with actions drawn before."""
     splits = []
     for split in range(worker * args.num_splits, (worker + 1) * args.num_splits):
         seed = args.seed + split * args.envs_per_split
-        envs, _ = make_envs(args, args.envs_per_split, seed)
-        splits.append((envs, [envs.action_space.sample() for _ in range(64)]))
+        envs, _ = appo.make_envs(args, args.envs_per_split, seed)
+        n = envs.single_action_space.n
+        splits.append((envs, np.random.randint(0, n, (64, args.envs_per_split))))
     turn = 0
 
     def play() -> None:
@@ -227,8 +221,9 @@ if __name__ == "__main__":
     elif what == "simulation":
         found = in_parallel(simulation, args, args.num_workers, seconds)
     elif what == "native":
-        native = functools.partial(simulation, make_envs=native_envs)
-        found = {"native": in_parallel(native, args, args.num_workers, seconds)["environments"]}
+        args = dataclasses.replace(args, native_envs=True)
+        found = in_parallel(simulation, args, args.num_workers, seconds)
+        found = {"native": found["environments"]}
     else:
         found = sampler(args, seconds)
     print(*(f"{name}={value:.3f}" for name, value in found.items()))

@@ -111,7 +111,8 @@ def cases() -> list[Case]:
         Case("envpool_ppo", "Breakout", 8, HALVES + BF16 + COMPILE),
     ]
     # an environment for each of num_envs; Sample Factory has as many workers with as many each
-    sizes = (("Breakout", 8, []), ("Breakout", 16, []), ("VizdoomBasic", 8, DOOM))
+    sizes = [("Breakout", n, flags) for n in (8, 16) for flags in ([], ["--native-envs"])]
+    sizes.append(("VizdoomBasic", 8, DOOM))
     for peer in ("sample_factory", "sample_factory_own"):
         for (task, num_envs, flags), precision in itertools.product(sizes, ([], BF16)):
             flags = [*flags, *TWO_WORKERS, str(num_envs // 2), *precision]

@@ -661,8 +661,8 @@ def test_half_written_weights_are_never_used(start, monkeypatch):
 def serial(script, folder: Path, **more) -> dict:
     sizes = {"num_workers": 2, "envs_per_worker": 4, "num_steps": 8, "minibatch_size": 32}
     sizes |= {"total_timesteps": 160, "eval_episodes": 0, "device": "cpu", "serial": True}
-    args = script.Args(env_id="toy_envs:ToyAtari-v0", run_dir=str(folder), **sizes | more)
-    script.train(args)
+    sizes |= {"env_id": "toy_envs:ToyAtari-v0", "run_dir": str(folder)}
+    script.train(script.Args(**sizes | more))
     return checkpoint("appo_async", folder)
 
 
@@ -678,7 +678,14 @@ def test_bf16_in_worker_and_learner(tmp_path):
     assert any(not torch.equal(fp32[name], bf16[name]) for name in fp32)
 
 
-@pytest.mark.parametrize("more", [{}, {"rnn": "gru", "num_policy_workers": 2, "num_splits": 1}])
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"rnn": "gru", "num_policy_workers": 2, "num_splits": 1},
+        {"native_envs": True, "env_id": "PongNoFrameskip-v4"},
+    ],
+)
 def test_serial_is_repeatable(more, tmp_path):
     first, second, other = (
         serial(load_script("appo_async"), tmp_path / name, seed=seed, **more)
@@ -705,6 +712,54 @@ def test_growing_lag_is_an_error(tmp_path):
     assert checkpoint("appo_async", tmp_path / "run")["global_step"] < 640
 
 
+# === EnvPool in the workers
+
+
+@pytest.mark.parametrize("game", ["Breakout", "RoadRunner", "Freeway"])
+def test_native_envs_are_those_of_envpool_ppo(game):
+    """Pixels, rewards, ends and scores; lengths are in frames here and in steps there."""
+    here, there = load_script("appo_async"), load_script("envpool_ppo")
+    envs, obs = here.make_envs(here.Args(f"{game}NoFrameskip-v4", native_envs=True), 4, 7)
+    others, other_obs = there.make_envs(there.Args(f"{game}-v5", num_threads=1), 4, 7)
+    assert np.array_equal(obs, other_obs)
+    assert envs.single_observation_space == others.single_observation_space
+    assert envs.single_action_space == others.single_action_space
+    random_actions, lives, games = np.random.default_rng(1), 0, 0
+    for _ in range(2100):
+        actions = random_actions.integers(0, envs.single_action_space.n, 4)
+        *found, infos = envs.step(actions)
+        *expected, other_infos = others.step(actions)
+        for mine, other in zip(found, expected, strict=True):
+            assert np.array_equal(mine, other)
+        ended = list(here.finished_episodes(infos))
+        ended_there = list(there.finished_episodes(other_infos))
+        assert ended == [(i, score, 4 * length) for i, score, length in ended_there]
+        lives, games = lives + found[2].sum() + found[3].sum(), games + len(ended)
+    assert games > 3 and (lives > games) == (game != "Freeway")
+    envs.close()
+
+
+def test_native_envs_learn_and_are_judged_by_the_wrappers(start, tmp_path):
+    """A run with processes, one worker killed; then ten games of an evaluation, without EnvPool."""
+    game = ["--env-id", "BreakoutNoFrameskip-v4", "--device", "cpu", "--eval-episodes", 0]
+    run = start(*game, *SMALL, "--native-envs", "--total-timesteps", 10**7, "--checkpoint-every", 1)
+    os.kill(run.working()["appo rollout 0"], signal.SIGKILL)
+    wait_for(lambda: "another takes its place" in run.out, "another worker")
+    step = checkpoint("appo_async", tmp_path / "run")["global_step"]
+    roles = run.working(step + 2000)
+    maps = Path(f"/proc/{roles['appo rollout 0']}/maps").read_text()
+    assert "envpool" in maps
+    run.process.send_signal(signal.SIGINT)
+    assert run.ends() == 0, run.err
+    run_dir = str(tmp_path / "run")
+    assert checkpoint("appo_async", run_dir)["returns"]
+    script = load_script("appo_async")
+    args = script.parse(["--evaluate", run_dir, "--eval-episodes", "1"])
+    envs, _ = script.make_envs(args, 1, 1, frozen={})
+    assert args.native_envs and isinstance(envs, gym.vector.SyncVectorEnv)
+    envs.close()
+
+
 # === Bad input
 
 BAD = [
@@ -726,6 +781,11 @@ BAD = [
     (["--env-id", "ALE/Breakout-v5"], "env-id", "frames are skipped already"),
     (["--env-id", "test_appo:Painting-v0"], "env-id", "neither an Atari game nor ViZDoom"),
     (["--env-id", "VizdoomNothing-v1"], "env-id", "VizdoomNothing"),
+    (
+        ["--native-envs", "--env-id", "toy_envs:ToyAtari-v0"],
+        "native-envs",
+        "EnvPool has no toy_envs",
+    ),
 ]
 
 
