@@ -299,9 +299,14 @@ def speed_table() -> str:
                 f"{float(row['share']):.0%}",
                 f"{int(row['memory_mb']):,} MB" if row["memory_mb"] else "",
                 f"{row['startup_s']} s" if row["startup_s"] else "",
-                other(xeon.get((row["what"], row["task"]), [])),
+                other(xeon.pop((row["what"], row["task"]), [])),
             ]
         )
+    for (what, task), only in xeon.items():  # measured there and nowhere else
+        what = f"`{what}`, {task}, {only[0]['num_envs']} environments"
+        peers = "; with its own settings ".join(f"{int(row['theirs']):,}" for row in only)
+        peers = f"on the Xeon: {PEERS[only[0]['peer']]} {peers}"
+        rows.append([what, "", peers, *[""] * 4, other(only)])
     return table(head, rows)
 
 

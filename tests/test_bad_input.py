@@ -820,12 +820,16 @@ def test_what_wandb_refuses(argv, run_dir):
     assert not Path("runs").exists()
 
 
-@pytest.mark.parametrize(("package", "flag"), [("moviepy", "capture-video"), ("wandb", "track")])
-def test_missing_package(package, flag, tmp_path_factory, tmp_path):
+EXTRAS = [("ppo", "moviepy", "capture-video"), ("ppo", "wandb", "track")]
+EXTRAS += [("appo_async", "envpool", "native-envs")]
+
+
+@pytest.mark.parametrize(("name", "package", "flag"), EXTRAS)
+def test_missing_package(name, package, flag, tmp_path_factory, tmp_path):
     """Python runs sitecustomize.py before the script; this one hides a package from it."""
     folder = tmp_path_factory.mktemp("hide")
     (folder / "sitecustomize.py").write_text(HIDE.format(package=package))
-    process = run_script(ROOT / "ppo.py", f"--{flag}", cwd=tmp_path, PYTHONPATH=str(folder))
+    process = run_script(ROOT / f"{name}.py", f"--{flag}", cwd=tmp_path, PYTHONPATH=str(folder))
     check_process(process, flag, f"pip install {package}")
 
 

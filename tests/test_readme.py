@@ -384,6 +384,28 @@ def test_a_speed_is_that_of_the_same_code(monkeypatch, tmp_path):
         assert found["blocks"] == ("a" + f" {code_hash(source)}" * kept)
 
 
+def test_a_speed_does_not_know_what_its_flags_leave_out(monkeypatch, tmp_path):
+    """EnvPool in appo_async.py decides the speeds of --native-envs, and those of no other row."""
+    source, path = source_of("appo_async"), tmp_path / "speed.csv"
+    monkeypatch.setattr(record, "ROOT", tmp_path)
+    (tmp_path / "results").mkdir()
+    (tmp_path / "appo_async.py").write_text(source)
+    whats = ("appo_async.py --native-envs --num-workers 2", "appo_async.py --num-workers 2")
+    for old, new, kept in (
+        ('"stack_num": 4', '"stack_num": 1', [False, True]),
+        ('"NoFrameskip-v4", "-v5"', '"NoFrameskip-v4", "-v6"', [False, True]),
+        ("    if args.native_envs and frozen is None:", "    if args.native_envs:", [False, False]),
+        ("envs = EnvPoolVectorEnv(args.env_id, num_envs, seed)", "envs = None", [False, True]),
+        ('padding_type="zero"', 'padding_type="reset"', [False, False]),
+    ):
+        assert source.count(old) == 1
+        monkeypatch.setattr(record, "git", lambda *_, a=old, b=new: source.replace(a, b))
+        rows = [{"what": what, "commit": "0", "blocks": "a"} for what in whats]
+        record.write_csv(path, rows, list(rows[0]))
+        record.check_speeds(path)
+        assert [len(row["blocks"].split()) == 2 for row in record.read_csv(path)] == kept
+
+
 def test_an_asynchronous_run_is_only_as_good_as_its_training_block(monkeypatch, tmp_path, capsys):
     """Serial mode does not show the order of its data, so being the same there is not enough."""
     source = source_of("appo_async")
