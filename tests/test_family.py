@@ -44,7 +44,8 @@ ARGUMENTS_DIFFER = {
     "appo_async": (
         {"num_envs", "bootstrap_truncated", "vector_mode"},
         {"num_workers", "envs_per_worker", "num_splits", "num_policy_workers", "learner_threads"}
-        | {"minibatch_size", "rho_bar", "c_bar", "max_policy_lag", "rnn", "reward_scale", "serial"},
+        | {"minibatch_size", "rho_bar", "c_bar", "max_policy_lag", "rnn", "reward_scale", "serial"}
+        | {"native_envs"},
     ),
 }
 # the functions of Run that differ, and those that the parent has not
@@ -234,12 +235,23 @@ def test_no_assert_decides_anything(name):
 
 # one file is all that is needed
 
+OPTIONAL = {"appo_async": "envpool"}  # for a flag, whose help says how to install it
+
+
+@pytest.mark.parametrize(("name", "package"), OPTIONAL.items())
+def test_optional_package_is_the_pinned_one(name, package):
+    (pinned,) = PYPROJECT["optional-dependencies"][package]
+    assert package in third_party(source_of(name))
+    assert re.search(rf"  # .*: pip install {re.escape(pinned)}$", source_of(name), re.MULTILINE)
+
 
 @each_script
 def test_imports_only_what_its_header_pins(name):
     """No sibling, no shared module: the standard library and the header's packages, each used."""
     source = source_of(name)
-    assert third_party(source) == set(pins(header_of(source)["dependencies"]))
+    assert third_party(source) - {OPTIONAL.get(name)} == set(
+        pins(header_of(source)["dependencies"])
+    )
     assert not re.search(r"importlib|__import__|\bexec\(|\brunpy\b", source)
 
 
