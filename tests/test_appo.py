@@ -721,6 +721,7 @@ def test_native_envs_are_those_of_envpool_ppo(game):
     here, there = load_script("appo_async"), load_script("envpool_ppo")
     envs, obs = here.make_envs(here.Args(f"{game}NoFrameskip-v4", native_envs=True), 4, 7)
     others, other_obs = there.make_envs(there.Args(f"{game}-v5", num_threads=1), 4, 7)
+    assert envs.pool.config == others.pools[0].config  # among it the length of a game, at most
     assert np.array_equal(obs, other_obs)
     assert envs.single_observation_space == others.single_observation_space
     assert envs.single_action_space == others.single_action_space
