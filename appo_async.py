@@ -363,7 +363,7 @@ def make_envs(args: Args, num_envs: int, seed: int, frozen: dict | None = None):
         # [atari 7] Four frames in one observation: where the ball is, and where it is going
         return gym.wrappers.FrameStackObservation(env, 4, padding_type="zero")
 
-    if args.native_envs and frozen is None:  # an evaluation is by the wrappers, as in the siblings
+    if args.native_envs and frozen is None:  # an evaluation has the wrappers, as in ppo_atari.py
         envs = EnvPoolVectorEnv(args.env_id, num_envs, seed)
         return envs, envs.reset()[0]
     # SAME_STEP: the step that ends an episode already returns the first observation of the next,

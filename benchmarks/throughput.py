@@ -8,7 +8,7 @@
     python benchmarks/throughput.py --appo             # appo_async.py, Sample Factory: 100 minutes
     python benchmarks/throughput.py --sampler          # its sampler, pure simulation: 20 minutes
     python benchmarks/throughput.py --native           # EnvPool in its workers: 15 minutes
-    python benchmarks/throughput.py --appo-sizes       # 8 to 64 environments a worker: 45 minutes
+    python benchmarks/throughput.py --appo-sizes       # 8 to 64 environments a worker: 30 minutes
 
 Ours and the peer train the same thing with the same hyperparameters in turn, each in a process of
 its own, the peer in an environment of its own that is made here. What counts is the ratio within a
