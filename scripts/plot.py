@@ -114,7 +114,7 @@ def asynchronous() -> None:
     runs = {row["run"]: row for row in read_csv(RESULTS / "runs.csv")}
     names = {  # on the Xeon in slow hours and in a better one, and on the EPYC
         "appo_async__1__bf16": "-",
-        "appo_async__2__bf16__again": ":",
+        "appo_async__2__bf16__2.1M": ":",
         "appo_async__2__bf16": "--",
         "ppo_atari__1__bf16__long": "-",
         "ppo_atari__1__bf16__alone": "--",
