@@ -540,8 +540,8 @@ def scaling_row(kind: str, n: int, threads: int, seconds: float) -> dict:
     envs, obs = make()
     visit = visiting(envs, lambda obs: ways[way](obs), obs)
     memory, played = None, 0
-    # Games that begin together end together, and are reset by all threads at once: EnvPool's 64 are
-    # a fifth faster in their first second than later. Not timed until they are out of step.
+    # Games that begin together end together, and are reset by all threads at once, so that they are
+    # faster in their first second than later. They are not timed until they are out of step.
     while played < 200 * n:
         played += visit()
         memory = tree_memory(os.getpid()) - before if memory is None else memory
