@@ -539,12 +539,12 @@ def scaling_row(kind: str, n: int, threads: int, seconds: float) -> dict:
     before = tree_memory(os.getpid())
     envs, obs = make()
     visit = visiting(envs, lambda obs: ways[way](obs), obs)
-    memory, played = None, 0
+    played = visit()
+    memory = tree_memory(os.getpid()) - before
     # Games that begin together end together, and are reset by all threads at once, so that they are
     # faster in their first second than later. They are not timed until they are out of step.
     while played < 200 * n:
         played += visit()
-        memory = tree_memory(os.getpid()) - before if memory is None else memory
     rates = {"alone": [], "with_policy": [], "loop": []}
     for _ in range(3):
         for way in ways:
