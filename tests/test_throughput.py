@@ -140,6 +140,32 @@ def test_a_part_is_held_against_the_simulations_around_it(monkeypatch):
     assert row["ratio"] == "0.50 (0.50 to 0.50)" and row["theirs"] == 150
 
 
+def test_scaling_times_games_that_are_out_of_step(monkeypatch):
+    """Each has played 200 steps before the first is timed; then both ways take turns."""
+    played, timed, acts, real = [], [], [], throughput.visit_all
+
+    def counted(envs, act, obs):
+        def look(obs):
+            actions = act(obs)
+            acts.append(type(actions.flat[0]))
+            return actions
+
+        visit = real(envs, look, obs)
+        return lambda: played.append(visit()) or played[-1]
+
+    def rate(function, seconds):
+        timed.append((sum(played), function()))
+        return 10.0
+
+    monkeypatch.setattr(throughput, "visit_all", counted)
+    monkeypatch.setattr(throughput, "rate", rate)
+    row = throughput.scaling_row("ppo_atari.py", 2, 1, 0.1)
+    assert [n for n, _ in timed] == [402 + 4 * turn for turn in range(6)]  # two visits a turn
+    assert acts[:200] == [np.int32] * 200  # at random
+    assert acts[200:] == [*[np.int32] * 2, *[np.int64] * 2] * 3  # at random, by the network
+    assert (row["alone"], row["with_policy"], row["loop"]) == (20, 20, "")
+
+
 def test_quick_writes_nothing(monkeypatch):
     compared = []
 
