@@ -521,7 +521,8 @@ def train(args: Args) -> dict:
             # exactly once
             b_inds = torch.randperm(batch_size, device=device)
             for mb_inds in b_inds.split(minibatch_size):
-                minibatch = (data[mb_inds] for data in batch)
+                # not data[mb_inds], which copies images byte by byte: eight times as slow
+                minibatch = (data.index_select(0, mb_inds) for data in batch)
                 stats.append(update(learning_rate, clip_coef, *minibatch).clone())
 
             # [aux 3] Early stopping: no further epoch once the last minibatch shows too large a KL
