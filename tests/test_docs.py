@@ -94,7 +94,7 @@ WORDS = {
     "that is a third of it": 1 / (1 - 1 / 3),
     "saves a quarter of the update": 1 / (1 - 1 / 4),
 }
-SPEEDS = r"(?:([\d.]+) to )?([\d.]+) times as (?:fast|long)|" + "|".join(WORDS)
+SPEEDS = r"(?:([\d.]+) to )?([\d.]+) times as (?:fast|long|slow)|" + "|".join(WORDS)
 
 
 @pytest.mark.parametrize("row", MEASURED, ids=lambda row: f"{row['file']}, {row['what']}")
