@@ -521,7 +521,7 @@ def train(args: Args) -> dict:
             # exactly once
             b_inds = torch.randperm(batch_size, device=device)
             for mb_inds in b_inds.split(minibatch_size):
-                # data[mb_inds] copies images byte by byte on a CPU, which takes 8 times as long
+                # data[mb_inds] copies images byte by byte on a CPU, which takes 7 times as long
                 minibatch = (data.index_select(0, mb_inds) for data in batch)
                 stats.append(update(learning_rate, clip_coef, *minibatch).clone())
 

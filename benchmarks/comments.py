@@ -84,7 +84,7 @@ def division():
     return lambda: obs.bfloat16() / 255.0, lambda: (obs / 255.0).bfloat16()
 
 
-@claim("envpool_ppo", "which takes 8 times as long", "256 of 1,024 observations", threads=2)
+@claim("envpool_ppo", "which takes 7 times as long", "256 of 1,024 observations", threads=2)
 def minibatch():
     obs, inds = pixels(1024, 4, 84, 84), torch.randperm(1024)[:256]
     return lambda: obs.index_select(0, inds), lambda: obs[inds]
