@@ -21,7 +21,6 @@ Expected: CartPole-v1, 500k steps: 466 to 500 over the last 100 episodes (seeds 
     python ppo.py --evaluate runs/RUN --capture-video    # one game as MP4, runs/RUN/videos
 """
 
-import errno
 import io
 import json
 import math
@@ -31,7 +30,6 @@ import shlex
 import shutil
 import signal
 import sys
-import threading
 import time
 import warnings
 import zipfile
@@ -427,8 +425,6 @@ def check(args: Args) -> None:
     begun = args.run_dir and any(map(os.path.exists, kept))
     if begun and not (args.resume or args.evaluate):
         fail("run_dir", f"{folder} holds a run: --resume it, or choose another directory")
-    if any(len(os.fsencode(name)) > 255 for name in folder.parts):
-        fail("run_dir", "a directory's name has at most 255 bytes: choose a shorter one")
     folder = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
     writes = not args.evaluate or args.capture_video
     if writes and not (os.path.isdir(folder) and os.access(folder, os.W_OK)):
@@ -616,13 +612,6 @@ def log(args: Args, run: dict, writer: SummaryWriter, metrics: dict, last: bool)
         show(start + line[:width] + end)
 
 
-def shield(on: bool) -> None:
-    """Keep signals from programs that start meanwhile: ffmpeg, which films, can hang on Ctrl-C."""
-    if hasattr(signal, "pthread_sigmask"):  # Windows has none
-        how = signal.SIG_BLOCK if on else signal.SIG_UNBLOCK
-        signal.pthread_sigmask(how, {signal.SIGINT, signal.SIGTERM})
-
-
 def evaluate(args: Args, run: dict) -> list[float]:
     """Play one whole game in each of --eval-episodes environments; returns the raw scores.
 
@@ -637,20 +626,12 @@ def evaluate(args: Args, run: dict) -> list[float]:
         envs, obs = make_envs(args, args.eval_episodes, args.seed + 10**9, frozen=run)
         agent = Agent(envs, args).to(device)
         agent.load_state_dict(run["agent"])
-        try:
-            while len(scores) < args.eval_episodes and not STOP:
-                action = agent.get_action_and_value(torch.as_tensor(obs, device=device))[0]
-                shield(True)
-                obs, _, _, _, infos = envs.step(action.cpu().numpy())
-                shield(False)
-                for i, episodic_return, _ in finished_episodes(infos):
-                    scores.setdefault(i, episodic_return)
-            envs.close()
-        except OSError:
-            if not STOP:  # on Windows Ctrl-C ends ffmpeg, in the middle of a film
-                raise
-        finally:
-            shield(False)  # also if the environment has failed
+        while len(scores) < args.eval_episodes and not STOP:
+            action = agent.get_action_and_value(torch.as_tensor(obs, device=device))[0]
+            obs, _, _, _, infos = envs.step(action.cpu().numpy())
+            for i, episodic_return, _ in finished_episodes(infos):
+                scores.setdefault(i, episodic_return)
+        envs.close()
     if len(scores) < args.eval_episodes:  # a signal: what has ended so far are the short games
         print("no score: not all games have ended")
         return []
@@ -731,18 +712,8 @@ def request_stop(signum: int, frame: object) -> None:
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, request_stop)
     signal.signal(signal.SIGTERM, request_stop)
-    # a full disk is reported once, by what writes next, not by TensorBoard's thread too
-    threading.excepthook = lambda _: None
-    # a service may start this with its output closed, or in an encoding that has no ±
-    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
-    if isinstance(sys.stdout, io.TextIOWrapper):  # a notebook has another
-        sys.stdout.reconfigure(errors="replace")
     args = parse()
     try:
         evaluate(args, load("evaluate", args.evaluate)) if args.evaluate else train(args)
-    except (FloatingPointError, OSError) as error:  # a gradient gone wrong, a full disk
-        disk = (None, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
-        if getattr(error, "errno", None) not in disk:
-            raise  # the disk is not to blame: perhaps the environment is
-        sys.unraisablehook = lambda _: None  # of what can no longer be closed
-        sys.exit(f"error: {str(error) or repr(error)}; what was saved in {args.run_dir} is kept")
+    except (FloatingPointError, ChildProcessError) as error:
+        sys.exit(f"error: {error}; what was saved in {args.run_dir} is kept")

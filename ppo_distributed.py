@@ -30,7 +30,6 @@ Expected: Breakout, 500k of 10M steps, the last 100 games: 14.7 and 13.6 (2 seed
 import atexit
 import contextlib
 import ctypes
-import errno
 import io
 import json
 import math
@@ -41,7 +40,6 @@ import shlex
 import shutil
 import signal
 import sys
-import threading
 import time
 import warnings
 import zipfile
@@ -757,8 +755,6 @@ def check(args: Args) -> None:
     begun = args.run_dir and any(map(os.path.exists, kept))
     if begun and not (args.resume or args.evaluate):
         fail("run_dir", f"{folder} holds a run: --resume it, or choose another directory")
-    if any(len(os.fsencode(name)) > 255 for name in folder.parts):
-        fail("run_dir", "a directory's name has at most 255 bytes: choose a shorter one")
     folder = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
     writes = not args.evaluate or args.capture_video
     if writes and not (os.path.isdir(folder) and os.access(folder, os.W_OK)):
@@ -985,13 +981,6 @@ def log(args: Args, run: dict, writer: SummaryWriter | None, metrics: dict, last
         show(start + line[:width] + end)
 
 
-def shield(on: bool) -> None:
-    """Keep signals from programs that start meanwhile: ffmpeg, which films, can hang on Ctrl-C."""
-    if hasattr(signal, "pthread_sigmask"):  # Windows has none
-        how = signal.SIG_BLOCK if on else signal.SIG_UNBLOCK
-        signal.pthread_sigmask(how, {signal.SIGINT, signal.SIGTERM})
-
-
 def evaluate(args: Args, run: dict) -> list[float]:
     """Play one whole game in each of --eval-episodes environments; returns the raw scores.
 
@@ -1006,20 +995,12 @@ def evaluate(args: Args, run: dict) -> list[float]:
         envs, obs = make_envs(args, args.eval_episodes, args.seed + 10**9, frozen=run)
         agent = Agent(envs, args).to(device)
         agent.load_state_dict(run["agent"])
-        try:
-            while len(scores) < args.eval_episodes and not STOP:
-                action = agent.get_action_and_value(torch.as_tensor(obs, device=device))[0]
-                shield(True)
-                obs, _, _, _, infos = envs.step(action.cpu().numpy())
-                shield(False)
-                for i, episodic_return, _ in finished_episodes(infos):
-                    scores.setdefault(i, episodic_return)
-            envs.close()
-        except OSError:
-            if not STOP:  # on Windows Ctrl-C ends ffmpeg, in the middle of a film
-                raise
-        finally:
-            shield(False)  # also if the environment has failed
+        while len(scores) < args.eval_episodes and not STOP:
+            action = agent.get_action_and_value(torch.as_tensor(obs, device=device))[0]
+            obs, _, _, _, infos = envs.step(action.cpu().numpy())
+            for i, episodic_return, _ in finished_episodes(infos):
+                scores.setdefault(i, episodic_return)
+        envs.close()
     if len(scores) < args.eval_episodes:  # a signal: what has ended so far are the short games
         print("no score: not all games have ended")
         return []
@@ -1109,22 +1090,12 @@ def request_stop(signum: int, frame: object) -> None:
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, request_stop)
     signal.signal(signal.SIGTERM, request_stop)
-    # a full disk is reported once, by what writes next, not by TensorBoard's thread too
-    threading.excepthook = lambda _: None
-    # a service may start this with its output closed, or in an encoding that has no ±
-    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
-    if isinstance(sys.stdout, io.TextIOWrapper):  # a notebook has another
-        sys.stdout.reconfigure(errors="replace")
     if RANK > 0:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     args = parse()
     try:
         evaluate(args, load("evaluate", args.evaluate)) if args.evaluate else train(args)
-    except (FloatingPointError, OSError) as error:  # a gradient gone wrong, a full disk
-        disk = (None, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
-        if getattr(error, "errno", None) not in disk:
-            raise  # the disk is not to blame: perhaps the environment is
-        sys.unraisablehook = lambda _: None  # of what can no longer be closed
+    except (FloatingPointError, ChildProcessError) as error:
         wait_for_the_first()
         kept = args.run_dir or "the run's directory"  # whose name the first process has chosen
-        sys.exit(f"error: {str(error) or repr(error)}; what was saved in {kept} is kept")
+        sys.exit(f"error: {error}; what was saved in {kept} is kept")
