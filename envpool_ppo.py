@@ -601,6 +601,8 @@ def check(args: Args) -> None:
     begun = args.run_dir and any(map(os.path.exists, kept))
     if begun and not (args.resume or args.evaluate):
         fail("run_dir", f"{folder} holds a run: --resume it, or choose another directory")
+    if any(len(os.fsencode(name)) > 255 for name in folder.parts):
+        fail("run_dir", "a directory's name has at most 255 bytes: choose a shorter one")
     folder = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
     writes = not args.evaluate or args.capture_video
     if writes and not (os.path.isdir(folder) and os.access(folder, os.W_OK)):
@@ -783,6 +785,17 @@ def log(args: Args, run: dict, writer: SummaryWriter, metrics: dict, last: bool)
         show(start + line[:width] + end)
 
 
+def step_shielded(envs: gym.vector.VectorEnv, actions: np.ndarray) -> tuple:
+    """Step. Programs that start meanwhile (ffmpeg, which films) hear neither Ctrl-C nor SIGTERM."""
+    if not hasattr(signal, "pthread_sigmask"):  # on Windows
+        return envs.step(actions)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    try:
+        return envs.step(actions)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def evaluate(args: Args, run: dict) -> list[float]:
     """Play one whole game in each of --eval-episodes environments; returns the raw scores.
 
@@ -799,7 +812,7 @@ def evaluate(args: Args, run: dict) -> list[float]:
         agent.load_state_dict(run["agent"])
         while len(scores) < args.eval_episodes and not STOP:
             action = agent.get_action_and_value(torch.as_tensor(obs, device=device))[0]
-            obs, _, _, _, infos = envs.step(action.cpu().numpy())
+            obs, _, _, _, infos = step_shielded(envs, action.cpu().numpy())
             for i, episodic_return, _ in finished_episodes(infos):
                 scores.setdefault(i, episodic_return)
         envs.close()

@@ -172,6 +172,7 @@ ALL = [
     *rows("evaluate", "there is no no-such-run", "no-such-run"),
     *rows("run-dir", "cannot write in", "a-file", "a-file/run", "a-file/deep/run"),
     *rows("run-dir", "cannot write in", "a-dead-link", "a-dead-link/run"),
+    *rows("run-dir", "at most 255 bytes", "n" * 256, "new/" + "n" * 256 + "/run", "ñ" * 128),
     *[(flag, "", "is empty") for flag in ("run-dir", "resume", "evaluate")],
 ]
 PPO = [

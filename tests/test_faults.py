@@ -15,6 +15,7 @@ import time
 import zipfile
 from pathlib import Path
 
+import cv2
 import pytest
 import torch
 from conftest import ROOT, SCRIPTS, environment, load_script, run_forked, sized
@@ -248,6 +249,32 @@ def test_second_signal_ends_at_once(first, second, start, tmp_path):
     assert process.returncode != 0
     assert "Traceback" not in stderr
     assert not saved(tmp_path / "run")
+
+
+@pytest.mark.parametrize("name", ["ppo", "envpool_ppo"])
+def test_ctrl_c_while_a_film_is_written(name, start, tmp_path):
+    """The terminal's signal would stop ffmpeg too, or make it hang: it ends with its input."""
+    sizes = [*SMALL, "--total-timesteps", 64, "--eval-episodes", 1, "--capture-video"]
+    process = start(name, "--run-dir", "run", *sizes, *["--env-id", "Acrobot-v1"] * (name == "ppo"))
+
+    def signals_blocked():
+        """What ffmpeg does not hear, once there is one."""
+        for pid in session(process):
+            with contextlib.suppress(OSError):
+                if "ffmpeg" in Path(f"/proc/{pid}/cmdline").read_text():
+                    status = Path(f"/proc/{pid}/status").read_text()
+                    return [int(status.split("SigBlk:")[1].split()[0], 16)]
+        assert process.poll() is None
+
+    (blocked,) = wait_for(signals_blocked, "ffmpeg")
+    os.killpg(process.pid, signal.SIGINT)
+    stdout, stderr = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 0 and "error" not in stderr
+    assert all(blocked >> signum - 1 & 1 for signum in (signal.SIGINT, signal.SIGTERM))
+    assert "--resume run" in stdout
+    assert json.loads((tmp_path / "run" / "result.json").read_text())["finished"]
+    (film,) = (tmp_path / "run" / "videos").glob("*.mp4")
+    assert cv2.VideoCapture(str(film)).read()[0]  # cut off it would have no table of contents
 
 
 def test_killed_while_it_is_evaluated(start, tmp_path):

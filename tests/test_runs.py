@@ -683,6 +683,40 @@ def test_an_evaluation_that_is_stopped_has_no_score(script, monkeypatch, capsys)
     assert "no score: not all games have ended" in capsys.readouterr().out
 
 
+def test_only_the_steps_of_an_evaluation_are_shielded(script, monkeypatch):
+    """There ffmpeg starts. Whoever calls evaluate can be interrupted after it, if it fails too."""
+    run, make_envs, ended = train(script, "run"), script.make_envs, script.finished_episodes
+    steps, between = [], []
+
+    def blocked():
+        return {signal.SIGINT, signal.SIGTERM} & signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+    def make(*args, **kwargs):
+        envs, *first = make_envs(*args, **kwargs)
+        plain = envs.step
+
+        def step(actions):
+            steps.append(blocked())
+            if len(steps) == 3:
+                raise ZeroDivisionError
+            return plain(actions)
+
+        envs.step = step
+        return envs, *first
+
+    def finished_episodes(infos):
+        between.append(blocked())
+        return ended(infos)
+
+    args = script.parse(["--evaluate", "run", "--eval-episodes", "3"])
+    monkeypatch.setattr(script, "make_envs", make)
+    monkeypatch.setattr(script, "finished_episodes", finished_episodes)
+    with pytest.raises(ZeroDivisionError):
+        script.evaluate(args, run)
+    assert steps == 3 * [{signal.SIGINT, signal.SIGTERM}]
+    assert between == 2 * [set()] and not blocked()
+
+
 def test_finished_run_is_evaluated(script, capsys):
     """With the result that --evaluate finds afterwards."""
     train(script, "run", num_steps=16, eval_episodes=3)
